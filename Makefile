@@ -1,0 +1,35 @@
+# make setup   make .venv and install everything into it
+# make demo    serve the carried checkpoint with three expert servers, and kill one
+# make test    lint, types and every test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# several processes share few cores: OpenMP threads that spin would starve each other
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export TRITON_INTERPRET ?= 1
+
+.PHONY: setup demo test lint clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt setuptools torch triton
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt --no-build-isolation -e '.[test]'
+	touch $@
+
+demo: setup
+	$(BIN)/torch-eaas demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

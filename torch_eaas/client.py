@@ -1,0 +1,262 @@
+"""The client's end of the protocol: send a layer's tokens, wait, fail over, add up.
+
+Shape legend: T tokens, K experts per token, D hidden.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_eaas.client_calls import INPUT_DTYPES, Call, check_ids
+from torch_eaas.client_engine import CallEngine
+from torch_eaas.client_pairs import TORCH_DTYPES
+from torch_eaas.comm.shared_memory import SharedMemoryTransport
+from torch_eaas.comm.transport import Transport
+from torch_eaas.config import ClientConfig
+from torch_eaas.connections import Connections
+from torch_eaas.directory import Directory
+from torch_eaas.errors import ConfigError, ExpertUnavailable
+from torch_eaas.placement import Placement
+
+MAINTAIN_S = 0.05
+"""How often the background thread looks after the pairs."""
+
+logger = logging.getLogger(__name__)
+
+
+class Client:
+    """Asks expert servers for experts; the caller owns and closes it.
+
+    Args:
+        config: The client's options.
+        servers: Control addresses of servers, if there is no monitor.
+        monitor: URL of a monitor that says which servers there are.
+        transport: How servers are reached; the default is shared memory on this host.
+        instance: This life's id; by default a random one.
+        clock: Seconds, monotonic; tests plan it.
+        background: Keep pairs open from a thread; without it, call ``maintain``.
+    """
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        *,
+        servers: Sequence[str] = (),
+        monitor: str | None = None,
+        transport: Transport | None = None,
+        instance: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        background: bool = True,
+    ) -> None:
+        self.config = config
+        self.instance = instance if instance is not None else secrets.randbits(64) | 1
+        self._transport = transport or SharedMemoryTransport()
+        self._clock = clock
+        self._connections = Connections(config, self.instance, self._transport, clock)
+        self._calls: dict[int, Call] = {}
+        self._tickets = itertools.count(1)
+        self._counters: Counter[str] = Counter()
+        self._engine = CallEngine(
+            config,
+            self.instance,
+            self._transport,
+            self._connections,
+            clock=clock,
+            counters=self._counters,
+        )
+        self._directory = Directory(
+            self._connections,
+            self._transport,
+            servers=servers,
+            monitor=monitor,
+            name=config.name,
+            instance=self.instance,
+            counters=self.counters,
+        )
+        self._closed = threading.Event()
+        self._directory.refresh()
+        self._connections.maintain()
+        if background:
+            threading.Thread(target=self._maintain, name="eaas-pairs", daemon=True).start()
+
+    def wait_ready(
+        self,
+        layers: Sequence[int],
+        num_experts: int,
+        timeout: timedelta = timedelta(seconds=60),
+    ) -> None:
+        """Wait until every expert of these layers has a server with an open pair.
+
+        Raises:
+            ExpertUnavailable: One has none when ``timeout`` is over; names it.
+        """
+        deadline = self._clock() + timeout.total_seconds()
+        while True:
+            missing = self._missing(layers, num_experts)
+            if missing is None:
+                return
+            if self._clock() > deadline:
+                raise ExpertUnavailable(*missing, (), self._connections.why_missing())
+            time.sleep(0.01)
+
+    def dispatch(
+        self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_experts: int
+    ) -> Tensor:
+        """Send a layer's tokens to the servers of their experts; return at once.
+
+        Args:
+            layer: The layer, as the servers number it.
+            x_TD: Hidden states, ``(T, D)``, fp32, bf16 or fp16, on the CPU.
+            ids_TK: Expert ids, ``(T, K)``; -1 and ``num_experts`` mean "no expert".
+            weights_TK: Final router weights, ``(T, K)``; nobody scales them again.
+            num_experts: Experts of this layer.
+
+        Returns:
+            A ticket for ``combine``: an int64 tensor of one element, otherwise opaque.
+
+        Raises:
+            ConfigError: A shape, dtype or id does not fit, or too many dispatches are under way.
+            ExpertUnavailable: No server holds an expert, and none came in ``recovery_timeout``.
+        """
+        started = self._clock()
+        call = self._new_call(layer, x_TD, ids_TK, weights_TK, num_experts)
+        if len(self._calls) >= self.config.max_micro_batches:
+            raise ConfigError(
+                f"{len(self._calls)} dispatches wait for their combine; "
+                f"raise max_micro_batches (now {self.config.max_micro_batches})"
+            )
+        try:
+            if call.num_tokens:
+                self._engine.begin(call)
+        except BaseException:
+            call.release()
+            raise
+        ticket = next(self._tickets)
+        self._calls[ticket] = call
+        self._counters["dispatches"] += 1
+        self._counters["tokens"] += call.num_tokens
+        self._counters["bookkeeping_us"] += int((self._clock() - started) * 1e6)
+        return torch.tensor([ticket])
+
+    def combine(self, ticket: Tensor, add: Tensor | None = None) -> Tensor:
+        """Wait for the answers of a dispatch and add them up.
+
+        Args:
+            ticket: What ``dispatch`` returned; it is used up.
+            add: Added to the sum before it is cast, ``(T, D)``: the shared expert's output.
+
+        Returns:
+            ``(T, D)``, of the dispatched dtype.
+
+        Raises:
+            ExpertUnavailable: An expert's servers are all gone and none came back in time.
+            PeerTimeout: A server did not answer in time and no other holds its experts.
+            RequestRefused: A server refused the request as malformed.
+        """
+        call = self._calls.pop(int(ticket), None)
+        if call is None:
+            raise ConfigError(f"ticket {int(ticket)} is not under way; combine takes each one once")
+        started = self._clock()
+        try:
+            self._engine.finish(call)
+            waited = self._clock()
+            result = call.sum(
+                self.config.hidden_size, exact=self.config.combine == "exact", add=add
+            )
+        finally:
+            call.release()
+        self._counters["wait_us"] += int((waited - started) * 1e6)
+        self._counters["experts_us"] += call.experts_us
+        self._counters["bookkeeping_us"] += int((self._clock() - waited) * 1e6)
+        return result
+
+    def counters(self) -> dict[str, int]:
+        """Return what happened so far: dispatches, tokens, requests, hedges, resends, times."""
+        return dict(self._counters)
+
+    def maintain(self) -> None:
+        """Open, re-open and close pairs now; a background thread does it otherwise."""
+        self._directory.tend()
+        self._connections.maintain()
+
+    @property
+    def placement(self) -> Placement:
+        """The newest placement that this client knows."""
+        return self._connections.placement
+
+    def close(self) -> None:
+        """End all pairs and leave the monitor; safe twice."""
+        if not self._closed.is_set():
+            self._closed.set()
+            for call in self._calls.values():
+                call.release()
+            self._calls.clear()
+            self._connections.close()
+            self._directory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _new_call(
+        self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int
+    ) -> Call:
+        hidden, top_k = self.config.hidden_size, self.config.top_k
+        if x_TD.dim() != 2 or x_TD.shape[1] != hidden or x_TD.dtype not in INPUT_DTYPES:
+            raise ConfigError(
+                f"layer {layer}: hidden states must be (T, {hidden}) in fp32, bf16 or fp16, "
+                f"got {tuple(x_TD.shape)} in {x_TD.dtype}"
+            )
+        expected = (x_TD.shape[0], top_k)
+        if tuple(ids_TK.shape) != expected or tuple(weights_TK.shape) != expected:
+            raise ConfigError(
+                f"layer {layer}: expert ids and weights must be {expected}, "
+                f"got {tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"
+            )
+        if x_TD.device.type != "cpu":
+            raise ConfigError(
+                f"layer {layer}: hidden states must be on the CPU, got {x_TD.device}; "
+                f"clients on a GPU need the device path, which is not built yet"
+            )
+        x_wire = x_TD.detach().to(TORCH_DTYPES[self.config.wire_dtype]).contiguous()
+        if x_wire.dtype != torch.float32:
+            x_wire = x_wire.view(torch.int16)
+        return Call(
+            layer,
+            num_experts,
+            x_wire.numpy(),
+            check_ids(layer, ids_TK.detach().long().numpy(), num_experts),
+            weights_TK.detach().float().numpy(),
+            x_TD.dtype,
+        )
+
+    def _missing(self, layers: Sequence[int], num_experts: int) -> tuple[int, int] | None:
+        """Return the first (layer, expert) that no open server holds."""
+        every_E = np.arange(num_experts)
+        for layer in layers:
+            servers_E = self._connections.routes(layer, num_experts).choose(every_E)
+            if (servers_E < 0).any():
+                return layer, int(np.flatnonzero(servers_E < 0)[0])
+        return None
+
+    def _maintain(self) -> None:
+        while not self._closed.wait(MAINTAIN_S):
+            try:
+                self.maintain()
+            except Exception:
+                # this thread must outlive whatever a peer sends
+                logger.exception("client %s: keeping pairs failed", self.config.name)

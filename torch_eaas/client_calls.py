@@ -1,0 +1,267 @@
+"""One dispatch under way: its shares, their requests, and the sum of the answers.
+
+Shape legend: T tokens, K experts per token, D hidden, n tokens of one share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torch_eaas.client_pairs import Connection
+from torch_eaas.errors import ConfigError
+from torch_eaas.protocol.requests import Fate, Original, Request
+from torch_eaas.routing import LayerRoutes
+
+IDS = NDArray[np.int64]
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Piece:
+    """Some tokens and the experts that one server is to run for them.
+
+    Args:
+        server: Index into the placement's servers.
+        rows_n: Numbers of the tokens within the batch, ascending.
+        ids_nK: Their expert ids, -1 where the expert is another server's.
+        weights_nK: Their router weights.
+    """
+
+    __slots__ = ("ids_nK", "rows_n", "server", "weights_nK")
+
+    def __init__(
+        self, server: int, rows_n: IDS, ids_nK: NDArray[np.int32], weights_nK: NDArray[np.float32]
+    ) -> None:
+        self.server = server
+        self.rows_n = rows_n
+        self.ids_nK = ids_nK
+        self.weights_nK = weights_nK
+
+
+class Sent(Request):
+    """A piece as it was sent to one server; ``kept`` holds the answer once the slot is free."""
+
+    __slots__ = ("conn", "kept", "piece", "slot", "word")
+
+    def __init__(self, piece: Piece, server: str) -> None:
+        super().__init__(server)
+        self.piece = piece
+        self.conn: Connection | None = None
+        self.slot = -1
+        self.word = 0
+        self.kept: Tensor | None = None
+
+    def send(self, conn: Connection, slot: int, call: Call, budget_us: int, version: int) -> None:
+        """Write the request into a slot of ``conn``."""
+        self.conn, self.slot = conn, slot
+        self.word = conn.send(
+            slot,
+            layer=call.layer,
+            x_TD=call.x_TD,
+            rows=self.piece.rows_n,
+            ids_nK=self.piece.ids_nK,
+            weights_nK=self.piece.weights_nK,
+            budget_us=budget_us,
+            version=version,
+        )
+
+    @property
+    def has_word(self) -> bool:
+        """Whether the answer's word has come."""
+        return self.conn is not None and self.conn.reply_words[self.slot] == self.word
+
+    def rows(self) -> Tensor:
+        """Return the answer's rows."""
+        if self.kept is not None:
+            return self.kept
+        assert self.conn is not None
+        return self.conn.rows(self.slot, len(self.piece.rows_n))
+
+    def keep(self) -> None:
+        """Copy the answer out of its slot, and free the slot."""
+        self.kept = self.rows().clone()
+        self.free()
+
+    def free(self) -> None:
+        """Free the slot, if this request has one: its answer has been read."""
+        if self.conn is not None:
+            self.conn.slots.release(self.slot)
+            self.conn = None
+
+    def drop(self) -> None:
+        """Let go of a request that does not count: free its slot, or give it up."""
+        if self.conn is None:
+            return
+        if self.fate is Fate.WAITING and not self.conn.lost:
+            self.conn.give_up(self.slot)
+            self.conn = None
+            self.fate = Fate.LOST
+        else:
+            self.free()
+
+
+class Share(Original):
+    """What one server was first asked to contribute to one block of tokens."""
+
+    __slots__ = ("piece", "recovering", "refusal", "retry_at")
+
+    def __init__(self, piece: Piece, now: float, hedge_after: float, timeout: float) -> None:
+        super().__init__(now, hedge_after, timeout)
+        self.piece = piece
+        self.recovering = False
+        self.retry_at: float | None = None
+        self.refusal = ""
+
+
+class Call:
+    """One dispatch from its inputs to the sum.
+
+    Args:
+        layer: The layer.
+        num_experts: Experts of that layer, E.
+        x_TD: The tokens in wire format, as numpy sees them.
+        ids_TK: Expert ids, -1 for none.
+        weights_TK: Router weights.
+        dtype: The caller's dtype, which the result will have.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        num_experts: int,
+        x_TD: NDArray[np.generic],
+        ids_TK: IDS,
+        weights_TK: NDArray[np.float32],
+        dtype: torch.dtype,
+    ) -> None:
+        self.layer = layer
+        self.num_experts = num_experts
+        self.x_TD = x_TD
+        self.ids_TK = ids_TK
+        self.weights_TK = weights_TK
+        self.dtype = dtype
+        self.shares: list[Share] = []
+        self.waiting: list[Sent] = []
+        self.unsent: list[tuple[Share, Sent]] = []
+        self.experts_us = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.ids_TK)
+
+    def has_news(self) -> bool:
+        """Return whether an answer's word has come."""
+        return any(request.has_word for request in self.waiting)
+
+    def slots_of(self, conn: Connection) -> int:
+        """Return how many slots of a pair this call has."""
+        return sum(1 for request in self.sent() if request.conn is conn)
+
+    def sent(self) -> Iterator[Sent]:
+        """Yield every request of every alternative."""
+        for share in self.shares:
+            for request in share.requests():
+                assert isinstance(request, Sent)
+                yield request
+
+    def release(self) -> None:
+        """Free or give up every slot that this call still has."""
+        for request in self.sent():
+            request.drop()
+
+    def sum(self, hidden_size: int, *, exact: bool, add: Tensor | None) -> Tensor:
+        """Add the winners' rows in fp32, in server order (``exact``: in order of k), and cast."""
+        sum_TD = self._sum_exact(hidden_size) if exact else self._sum_partial(hidden_size)
+        if add is not None:
+            sum_TD += add.detach()
+        return sum_TD.to(self.dtype)
+
+    def _winners(self) -> Iterator[Sent]:
+        for share in self.shares:
+            for request in share.winner or ():
+                assert isinstance(request, Sent)
+                yield request
+
+    def _sum_partial(self, hidden_size: int) -> Tensor:
+        sum_TD: Tensor | None = None
+        for request in self._winners():
+            rows_nD = request.rows()
+            covers_all = len(request.piece.rows_n) == self.num_tokens
+            if sum_TD is None:
+                if covers_all:
+                    sum_TD = rows_nD.to(torch.float32, copy=True)
+                    continue
+                sum_TD = torch.zeros(self.num_tokens, hidden_size)
+            if covers_all:
+                sum_TD += rows_nD
+            else:
+                sum_TD.index_add_(0, torch.from_numpy(request.piece.rows_n), rows_nD.float())
+        return torch.zeros(self.num_tokens, hidden_size) if sum_TD is None else sum_TD
+
+    def _sum_exact(self, hidden_size: int) -> Tensor:
+        num_tokens, top_k = self.ids_TK.shape
+        rows_TKD = torch.zeros(num_tokens, top_k, hidden_size)
+        for request in self._winners():
+            at_n, k_n = (torch.from_numpy(i) for i in np.nonzero(request.piece.ids_nK >= 0))
+            tokens_n = torch.from_numpy(request.piece.rows_n)[at_n]
+            rows_TKD[tokens_n, k_n] = request.rows()[at_n, k_n].float()
+        sum_TD = rows_TKD[:, 0].clone()
+        for k in range(1, top_k):
+            sum_TD += rows_TKD[:, k]
+        return sum_TD
+
+
+def check_ids(layer: int, ids_TK: IDS, num_experts: int) -> IDS:
+    """Return the ids with every "no expert" as -1: both -1 and ``num_experts`` mean that.
+
+    Raises:
+        ConfigError: An id is out of range; names layer, token and id.
+    """
+    if not ids_TK.size:
+        return ids_TK
+    highest = int(ids_TK.max())
+    if highest > num_experts or int(ids_TK.min()) < -1:
+        token, k = np.argwhere((ids_TK > num_experts) | (ids_TK < -1))[0].tolist()
+        raise ConfigError(
+            f"layer {layer}, token {token}: expert id {ids_TK[token, k]} is not within 0 to "
+            f"{num_experts - 1} (-1 and {num_experts} mean no expert)"
+        )
+    return np.where(ids_TK == num_experts, -1, ids_TK) if highest == num_experts else ids_TK
+
+
+def split(
+    routes: LayerRoutes,
+    ids_TK: IDS,
+    weights_TK: NDArray[np.float32],
+    rows_T: IDS,
+    max_tokens: int,
+) -> Iterator[Piece]:
+    """Cut a batch into pieces: by blocks of tokens, then by server, each token once per server.
+
+    Args:
+        routes: Which server runs which expert.
+        ids_TK: Expert ids, -1 for none; every other one has a holder.
+        weights_TK: Router weights.
+        rows_T: The tokens' numbers within the caller's batch.
+        max_tokens: Most tokens of a piece.
+    """
+    servers_TK = routes.choose(ids_TK)
+    for start in range(0, len(ids_TK), max_tokens):
+        block = slice(start, start + max_tokens)
+        servers_bK = servers_TK[block]
+        counts = np.bincount(servers_bK.ravel() + 1, minlength=1)
+        present_S = np.flatnonzero(counts[1:])
+        mine_SbK = servers_bK == present_S[:, None, None]
+        server_m, token_m = np.nonzero(mine_SbK.any(2))
+        ids_mK = np.where(mine_SbK[server_m, token_m], ids_TK[block][token_m], -1).astype(np.int32)
+        weights_mK = weights_TK[block][token_m]
+        rows_m = rows_T[block][token_m]
+        bounds = np.searchsorted(server_m, np.arange(len(present_S) + 1)).tolist()
+        for i, server in enumerate(present_S.tolist()):
+            part = slice(bounds[i], bounds[i + 1])
+            yield Piece(server, rows_m[part], ids_mK[part], weights_mK[part])

@@ -1,0 +1,272 @@
+"""What drives a call: sends its pieces, reads answers, fails over what is late or lost."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from torch_eaas.client_calls import Call, Piece, Sent, Share, split
+from torch_eaas.client_pairs import Connection
+from torch_eaas.comm.transport import Transport
+from torch_eaas.config import ClientConfig
+from torch_eaas.connections import Connections
+from torch_eaas.errors import ExpertUnavailable, PeerTimeout, RequestRefused
+from torch_eaas.protocol.layout import Status
+from torch_eaas.protocol.requests import Fate, Need
+from torch_eaas.routing import LayerRoutes
+
+SLICE_S = 0.002
+"""How long a wait looks only at words before it looks at clocks and control sockets again."""
+
+RETRY_S = 0.01
+"""Pause before a server that refused is asked again, where nobody else holds the experts."""
+
+
+class CallEngine:
+    """Carries calls from their first request to a winner for every share.
+
+    Args:
+        config: The client's options.
+        instance: The client's instance id.
+        transport: Waits for words.
+        connections: The open pairs.
+        clock: Seconds, monotonic.
+        counters: Counts requests, hedges, resends and refusals.
+    """
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        instance: int,
+        transport: Transport,
+        connections: Connections,
+        *,
+        clock: Callable[[], float],
+        counters: Counter[str],
+    ) -> None:
+        self._config = config
+        self._instance = instance
+        self._transport = transport
+        self._connections = connections
+        self._clock = clock
+        self._counters = counters
+        self._hedge_after = config.hedge_after.total_seconds()
+        self._request_timeout = config.request_timeout.total_seconds()
+        self._recovery_timeout = config.recovery_timeout.total_seconds()
+        self._slots_per_call = config.slots - config.max_micro_batches + 1
+
+    def begin(self, call: Call) -> None:
+        """Send a call's pieces; what finds no free slot follows in ``finish``."""
+        routes = self._await_holders(call)
+        now = self._clock()
+        rows_T = np.arange(call.num_tokens)
+        sent_to: Counter[str] = Counter()
+        for piece in split(routes, call.ids_TK, call.weights_TK, rows_T, self._config.max_tokens):
+            name = routes.servers[piece.server]
+            timeout = self._timeout(name) + sent_to[name]
+            sent_to[name] += 1
+            share = Share(piece, now, self._hedge_after, timeout)
+            call.shares.append(share)
+            self._post(call, share, [Sent(piece, name)])
+        # one bell for all: where waiting polls it is free
+        self._transport.ring()
+
+    def finish(self, call: Call) -> None:
+        """Wait until every share has a winner; fail over what is late or lost."""
+        started = self._clock()
+        while not self._collect(call):
+            now = self._clock()
+            self._tend(call, now)
+            self._transport.wait(call.has_news, SLICE_S, now - started)
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def _await_holders(self, call: Call) -> LayerRoutes:
+        """Return routes with a holder for every expert of the call; wait for one if need be."""
+        deadline: float | None = None
+        while True:
+            routes = self._connections.routes(call.layer, call.num_experts)
+            lonely = (routes.choose(call.ids_TK) < 0) & (call.ids_TK >= 0)
+            if not lonely.any():
+                return routes
+            now = self._clock()
+            deadline = deadline or now + self._recovery_timeout
+            if now > deadline:
+                expert = int(call.ids_TK[lonely][0])
+                why = self._connections.why_missing()
+                raise ExpertUnavailable(call.layer, expert, (), why)
+            time.sleep(SLICE_S)
+
+    def _timeout(self, name: str) -> float:
+        conn = self._connections.live.get(name)
+        if conn is not None and conn.pair.heard:
+            return self._request_timeout
+        return self._config.first_request_timeout.total_seconds()
+
+    def _post(self, call: Call, share: Share, requests: list[Sent]) -> None:
+        """Send one alternative of a share, as far as slots are free."""
+        share.add(requests)
+        for request in requests:
+            if not self._send(call, share, request):
+                call.unsent.append((share, request))
+
+    def _send(self, call: Call, share: Share, request: Sent) -> bool:
+        """Send a request; return False if it has to wait for a slot."""
+        conn = self._connections.live.get(request.server)
+        if conn is None:
+            request.fate = Fate.LOST
+            return True
+        # a split batch leaves one slot for each other micro-batch
+        if call.slots_of(conn) >= self._slots_per_call:
+            return False
+        slot = conn.take()
+        if slot is None:
+            return False
+        budget_us = max(0, int((share.deadline - self._clock()) * 1e6))
+        request.send(conn, slot, call, budget_us, self._connections.placement.version)
+        call.waiting.append(request)
+        self._counters["requests"] += 1
+        return True
+
+    def _send_more(self, call: Call) -> None:
+        """Use slots that have become free for what could not be sent yet."""
+        for request in call.sent():
+            if request.fate is Fate.ANSWERED and request.conn is not None:
+                request.keep()
+        left = len(call.unsent)
+        call.unsent = [
+            (share, request)
+            for share, request in call.unsent
+            if request.fate is Fate.WAITING and not self._send(call, share, request)
+        ]
+        if len(call.unsent) < left:
+            self._transport.ring()
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def _collect(self, call: Call) -> bool:
+        """Read the answers that have come; return whether every share has its winner."""
+        came = False
+        for request in call.waiting:
+            if request.has_word:
+                came = True
+                self._read(call, request)
+        if came:
+            call.waiting = [r for r in call.waiting if r.fate is Fate.WAITING]
+        if call.unsent:
+            self._send_more(call)
+        settled = [share.settle() for share in call.shares]
+        return all(settled)
+
+    def _read(self, call: Call, request: Sent) -> None:
+        conn = request.conn
+        assert conn is not None
+        header = conn.header(request.slot)
+        conn.pair.heard_from()
+        if (header.instance, header.epoch) != (self._instance, conn.epoch):
+            request.fate = Fate.LOST
+            request.free()
+            self._counters["stale"] += 1
+        elif header.status == Status.OK:
+            request.fate = Fate.ANSWERED
+            call.experts_us = max(call.experts_us, header.experts_us)
+        else:
+            self._refused(call, request, conn, header.status, header.size)
+
+    def _refused(self, call: Call, request: Sent, conn: Connection, code: int, size: int) -> None:
+        text = conn.text(request.slot, size)
+        request.fate = Fate.LOST
+        request.free()
+        status = Status(code) if code in Status.__members__.values() else Status.INTERNAL
+        self._counters[f"refused_{status.name.lower()}"] += 1
+        if not status.may_retry:
+            raise RequestRefused(f"layer {call.layer}: server {conn.name} refused: {text}")
+        if status is Status.UNKNOWN_EXPERT:
+            self._connections.placement_is_stale = True
+        for share in call.shares:
+            if request in share.requests():
+                share.refusal = f"{conn.name}: {text}"
+
+    # -- failing over --------------------------------------------------------------------------
+
+    def _tend(self, call: Call, now: float) -> None:
+        """Look at clocks and control sockets; send again what will not be answered."""
+        for request in call.waiting:
+            conn = request.conn
+            if conn is not None and (conn.lost or conn.link.closed) and not request.has_word:
+                self._connections.lose(conn)
+                request.fate = Fate.LOST
+        for share in call.shares:
+            need = share.need(now)
+            if need is Need.HEDGE:
+                self._hedge(call, share)
+            elif need is Need.RESEND:
+                self._resend(call, share, now)
+            elif need is Need.EXPIRE:
+                self._expire(call, share, now)
+        call.waiting = [r for r in call.waiting if r.fate is Fate.WAITING]
+
+    def _hedge(self, call: Call, share: Share) -> None:
+        """Ask other holders beside a server that is late; the first complete answer wins."""
+        for request in share.waiting():
+            if isinstance(request, Sent) and request.conn is not None:
+                self._connections.suspect(request.conn)
+        share.hedged()
+        requests = self._alternative(call, share)
+        if requests and all(request.server not in share.tried for request in requests):
+            self._counters["hedges"] += 1
+            self._post(call, share, requests)
+            self._transport.ring()
+
+    def _resend(self, call: Call, share: Share, now: float) -> None:
+        """Ask again for what no answer will come to: another holder, or the same one later."""
+        if share.retry_at is None:
+            share.retry_at = now
+        requests = self._alternative(call, share)
+        if not requests:
+            # nobody holds it: wait for a holder instead of an answer
+            if not share.recovering:
+                share.recovering = True
+                share.deadline = max(share.deadline, now + self._recovery_timeout)
+            return
+        again = any(request.server in share.tried for request in requests)
+        if again and now < share.retry_at:
+            return
+        if share.recovering:
+            share.recovering = False
+            share.deadline = max(share.deadline, now + self._request_timeout)
+        share.retry_at = now + RETRY_S
+        share.hedge_at = now + self._hedge_after
+        self._counters["resends"] += 1
+        self._post(call, share, requests)
+        self._transport.ring()
+
+    def _alternative(self, call: Call, share: Share) -> list[Sent]:
+        """Return requests for a share's contributions, or none while an expert has no holder."""
+        routes = self._connections.routes(call.layer, call.num_experts)
+        piece: Piece = share.piece
+        ids_nK = piece.ids_nK.astype(np.int64)
+        if ((routes.choose(ids_nK) < 0) & (ids_nK >= 0)).any():
+            return []
+        pieces = split(routes, ids_nK, piece.weights_nK, piece.rows_n, self._config.max_tokens)
+        return [Sent(part, routes.servers[part.server]) for part in pieces]
+
+    def _expire(self, call: Call, share: Share, now: float) -> None:
+        waiting = share.waiting()
+        for request in waiting:
+            if isinstance(request, Sent) and request.conn is not None:
+                self._connections.suspect(request.conn)
+        self._counters["timeouts"] += 1
+        tried = tuple(share.tried)
+        if share.recovering or not waiting:
+            held = share.piece.ids_nK[share.piece.ids_nK >= 0]
+            why = share.refusal or self._connections.why_missing()
+            raise ExpertUnavailable(call.layer, int(held[0]), tried, why)
+        raise PeerTimeout(
+            f"client {self._config.name}: layer {call.layer}: no answer from "
+            f"{', '.join(request.server for request in waiting)} within "
+            f"{now - share.sent_at:.3g} s (asked: {', '.join(tried)})"
+        )

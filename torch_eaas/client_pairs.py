@@ -1,0 +1,177 @@
+"""A client's side of its pairs: handshake, frames written, answers read, pairs kept open.
+
+Shape legend: T tokens, K experts per token, D hidden.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torch_eaas.comm.transport import Link
+from torch_eaas.placement import ServerInfo
+from torch_eaas.protocol.layout import (
+    REPLY_HEADER,
+    REQUEST_HEADER,
+    WORD_BYTES,
+    PairSpec,
+)
+from torch_eaas.protocol.pairs import ClientPair
+from torch_eaas.protocol.slots import ClientSlots
+
+NUMPY_DTYPES: dict[str, Any] = {"fp32": np.float32, "bf16": np.int16, "fp16": np.int16}
+"""How numpy sees the wire's numbers: it knows no bf16, and copies need none."""
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ReplyHeader(NamedTuple):
+    """A reply's header, copied out of the window once."""
+
+    instance: int
+    epoch: int
+    sequence: int
+    placement_version: int
+    status: int
+    size: int
+    queue_us: int
+    experts_us: int
+
+
+class Connection:
+    """One open pair as the client writes and reads it.
+
+    Args:
+        server: The server at the other end.
+        link: Its control connection; closing tells that the server is gone.
+        spec: What was agreed.
+        instance: This client's instance id.
+        epoch: The number of the window.
+        requests: The request window's bytes; this client writes them.
+        replies: The reply window's bytes; the server writes them.
+    """
+
+    def __init__(
+        self,
+        server: ServerInfo,
+        link: Link,
+        spec: PairSpec,
+        *,
+        pair: ClientPair,
+        instance: int,
+        epoch: int,
+        requests: memoryview,
+        replies: memoryview,
+    ) -> None:
+        self.server, self.name, self.link, self.spec = server, server.name, link, spec
+        self.pair = pair
+        self.epoch = epoch
+        self.instance = instance
+        self.lost = False
+        self.slots = ClientSlots(spec.slots)
+        self.lock = threading.Lock()
+        self._requests, self._replies = requests, replies
+        num_words = spec.slots * WORD_BYTES
+        self._request_words = requests[:num_words].cast("Q")
+        self.reply_words = replies[:num_words].cast("Q")
+        bases = [spec.request_slot(slot) for slot in range(spec.slots)]
+        shape_TK = (spec.max_tokens, spec.top_k)
+        shape_TD = (spec.max_tokens, spec.hidden_size)
+        wire = NUMPY_DTYPES[spec.wire_dtype]
+        self._bases = bases
+        self._ids = [self._array(np.int32, shape_TK, b + spec.ids_offset) for b in bases]
+        self._weights = [self._array(np.float32, shape_TK, b + spec.weights_offset) for b in bases]
+        self._hidden = [self._array(wire, shape_TD, b + spec.hidden_offset) for b in bases]
+        self._rows = [self._reply_rows(slot) for slot in range(spec.slots)]
+
+    def take(self) -> int | None:
+        """Return a free slot, or None; late answers free the slots that were given up."""
+        slot = self.slots.take()
+        if slot is None and self.reclaim():
+            slot = self.slots.take()
+        return slot
+
+    def reclaim(self) -> int:
+        """Free the slots whose late answer has come; such an answer is proof of life."""
+        with self.lock:
+            late = self.slots.reclaim(self.reply_words.tolist())
+        if late:
+            self.pair.heard_from()
+        return late
+
+    def give_up(self, slot: int) -> None:
+        """Read a slot's answer no more."""
+        with self.lock:
+            self.slots.give_up(slot)
+
+    def send(
+        self,
+        slot: int,
+        *,
+        layer: int,
+        x_TD: NDArray[np.generic],
+        rows: NDArray[np.int64],
+        ids_nK: NDArray[np.int32],
+        weights_nK: NDArray[np.float32],
+        budget_us: int,
+        version: int,
+    ) -> int:
+        """Write a request of the tokens ``rows``; return the word that will answer it.
+
+        Payload and header first, the word last: on x86-64 stores become visible in this order.
+        """
+        num_tokens = len(rows)
+        np.take(x_TD, rows, axis=0, out=self._hidden[slot][:num_tokens], mode="clip")
+        self._ids[slot][:num_tokens] = ids_nK
+        self._weights[slot][:num_tokens] = weights_nK
+        REQUEST_HEADER.pack_into(
+            self._requests,
+            self._bases[slot],
+            self.instance,
+            self.epoch,
+            self.slots.next_sequence(slot),
+            version,
+            budget_us,
+            layer,
+            num_tokens,
+            0,
+        )
+        word = self.slots.post(slot)
+        self._request_words[slot] = word
+        return word + 1
+
+    def header(self, slot: int) -> ReplyHeader:
+        """Return a copy of a reply's header."""
+        return ReplyHeader(*REPLY_HEADER.unpack_from(self._replies, self.spec.reply_slot(slot)))
+
+    def rows(self, slot: int, num_tokens: int) -> Tensor:
+        """Return a view of a reply's rows, ``(T, D)`` or ``(T, K, D)``."""
+        return self._rows[slot][:num_tokens]
+
+    def text(self, slot: int, size: int) -> str:
+        """Return a copy of a reply's error text."""
+        start = self.spec.reply_slot(slot) + self.spec.rows_offset
+        return bytes(self._replies[start : start + min(size, 4096)]).decode(errors="replace")
+
+    def _array(self, dtype: Any, shape: tuple[int, int], offset: int) -> NDArray[Any]:
+        count = shape[0] * shape[1]
+        flat = np.frombuffer(self._requests, dtype=dtype, count=count, offset=offset)
+        return flat.reshape(shape)
+
+    def _reply_rows(self, slot: int) -> Tensor:
+        spec = self.spec
+        shape: tuple[int, ...] = (spec.max_tokens, spec.hidden_size)
+        if spec.combine == "exact":
+            shape = (spec.max_tokens, spec.top_k, spec.hidden_size)
+        flat = torch.frombuffer(
+            self._replies,
+            dtype=TORCH_DTYPES[spec.reply_dtype],
+            count=spec.max_tokens * spec.rows_per_token * spec.hidden_size,
+            offset=spec.reply_slot(slot) + spec.rows_offset,
+        )
+        return flat.view(shape)

@@ -1,0 +1,93 @@
+"""Control frames on a unix socket: a length, a JSON object, and file descriptors beside it.
+
+No pickle: a frame is data. Its size is bounded, and every read has a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from torch_eaas.comm.transport import Json
+from torch_eaas.errors import PeerGone, PeerTimeout, TransportError
+
+MAX_FRAME_BYTES = 16 << 20
+MAX_FDS = 4
+_LENGTH = struct.Struct("<I")
+
+
+def send_frame(sock: socket.socket, body: Json, fds: Sequence[int] = ()) -> None:
+    """Send one frame; the descriptors travel with its first byte.
+
+    Raises:
+        PeerGone: The connection has ended.
+        PeerTimeout: The peer does not read.
+    """
+    data = json.dumps(body, separators=(",", ":")).encode()
+    frame = _LENGTH.pack(len(data)) + data
+    try:
+        sent = socket.send_fds(sock, [frame], list(fds)) if fds else sock.send(frame)
+        if sent < len(frame):
+            sock.sendall(frame[sent:])
+    except TimeoutError as error:
+        raise PeerTimeout(f"the peer took none of a frame of {len(frame)} bytes") from error
+    except OSError as error:
+        raise PeerGone(f"the control connection has ended: {error}") from error
+
+
+def receive_frame(sock: socket.socket, timeout: float | None) -> tuple[Json, list[int]]:
+    """Return the next frame and the descriptors that came with it, which the caller then owns.
+
+    Args:
+        sock: The connection.
+        timeout: Seconds for the whole frame; None waits for its first byte as long as the
+            connection lives.
+
+    Raises:
+        PeerGone: The connection has ended.
+        PeerTimeout: The frame did not come, or not whole, in time.
+        TransportError: What came is no frame.
+    """
+    fds: list[int] = []
+    try:
+        head = _receive(sock, _LENGTH.size, timeout, fds)
+        (length,) = _LENGTH.unpack(head)
+        if length > MAX_FRAME_BYTES:
+            raise TransportError(f"a frame has at most {MAX_FRAME_BYTES} bytes, got {length}")
+        data = _receive(sock, length, timeout if timeout is not None else 5.0, fds)
+        body = json.loads(data)
+        if not isinstance(body, dict):
+            raise TransportError(f"a frame is a JSON object, got {type(body).__name__}")
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, ValueError | RecursionError):
+            raise TransportError(f"a frame is not JSON: {error}") from error
+        raise
+    return body, fds
+
+
+def _receive(sock: socket.socket, length: int, timeout: float | None, fds: list[int]) -> bytes:
+    """Return exactly ``length`` bytes; descriptors that come along go to ``fds``."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    data = bytearray()
+    while len(data) < length:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise PeerTimeout(f"{len(data)} of a frame's {length} bytes came in {timeout:g} s")
+        sock.settimeout(left)
+        try:
+            chunk, came, _, _ = socket.recv_fds(sock, length - len(data), MAX_FDS)
+        except TimeoutError:
+            continue
+        except OSError as error:
+            raise PeerGone(f"the control connection has ended: {error}") from error
+        fds.extend(came)
+        if not chunk:
+            raise PeerGone("the peer closed the control connection")
+        data += chunk
+    return bytes(data)

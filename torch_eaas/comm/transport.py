@@ -1,0 +1,93 @@
+"""The transport seam: control calls, windows, and how to wait for a word.
+
+An address names a transport and a control endpoint: ``loopback:name`` for threads of one process,
+``unix:/path`` or ``unix:@name`` for processes on one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch_eaas.comm.window import Window
+
+Json = dict[str, Any]
+Reply = tuple[Json, Sequence[Window]]
+
+
+class Handler(Protocol):
+    """What answers control calls on the server's side."""
+
+    def handle(self, peer: int, verb: str, body: Json, windows: Sequence[Window]) -> Reply:
+        """Answer one call of the control connection ``peer``; an EaasError becomes its text."""
+        ...
+
+    def gone(self, peer: int) -> None:
+        """Note that the control connection ``peer`` has ended."""
+        ...
+
+
+class Link(Protocol):
+    """A client's control connection to one server."""
+
+    def call(
+        self, verb: str, body: Json, windows: Sequence[Window] = (), *, timeout: float
+    ) -> tuple[Json, list[Window]]:
+        """Call the server and return its answer.
+
+        Raises:
+            HandshakeRefused: The server answered with an error.
+            PeerTimeout: It did not answer within ``timeout`` seconds.
+            PeerGone: The connection has ended.
+        """
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether the server's process has ended or closed the connection."""
+        ...
+
+    def close(self) -> None:
+        """End the connection; safe twice."""
+        ...
+
+
+class Listener(Protocol):
+    """A server's control endpoint."""
+
+    @property
+    def address(self) -> str:
+        """Where clients reach it."""
+        ...
+
+    def close(self) -> None:
+        """Take no more connections and end those there are; safe twice."""
+        ...
+
+
+class Transport(Protocol):
+    """How bytes and control calls reach a peer. Payload before word is the transport's duty."""
+
+    def create_window(self, nbytes: int) -> Window:
+        """Return a new zeroed window that can be passed in a call."""
+        ...
+
+    def listen(self, address: str, handler: Handler) -> Listener:
+        """Answer control calls at ``address`` (empty: one of the transport's choice)."""
+        ...
+
+    def dial(self, address: str, timeout: float) -> Link:
+        """Open a control connection; PeerGone if nobody listens there."""
+        ...
+
+    def ring(self) -> None:
+        """Wake whoever waits in this process: words were stored. Free where waiting polls."""
+        ...
+
+    def wait(self, ready: Callable[[], bool], timeout: float, waited: float = 0.0) -> bool:
+        """Wait until ``ready()`` or until ``timeout`` seconds have passed; return which.
+
+        ``waited`` is how long the caller has waited already: a fresh wait polls, a long one
+        sleeps longer between looks.
+        """
+        ...

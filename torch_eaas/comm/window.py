@@ -1,0 +1,161 @@
+"""Windows: memory of one process that one peer may write into."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+from torch_eaas.errors import ConfigError, TransportError
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Window:
+    """A piece of memory that both ends of a pair have mapped.
+
+    The memory lives until the last view of it is gone in both processes. A forked child owns
+    none: ``close`` does nothing there.
+
+    Args:
+        memory: The mapping.
+        fd: The memory's file descriptor, which this window then owns; None within one process.
+    """
+
+    def __init__(self, memory: mmap.mmap, fd: int | None = None) -> None:
+        self._memory: mmap.mmap | None = memory
+        self._fd = fd
+        self._pid = os.getpid()
+        self.nbytes = len(memory)
+
+    @property
+    def view(self) -> memoryview:
+        """The window's bytes, writable."""
+        if self._memory is None:
+            raise TransportError("this window is closed")
+        return memoryview(self._memory)
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor to hand to the peer."""
+        if self._fd is None:
+            raise TransportError("this window has no file descriptor to hand on")
+        return self._fd
+
+    def close(self) -> None:
+        """Give the window up; safe twice. Views taken from it stay valid."""
+        if self._pid != os.getpid():
+            return
+        self._memory = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def local_window(nbytes: int) -> Window:
+    """Return a window for threads of this process."""
+    check_memory(nbytes)
+    return Window(mmap.mmap(-1, nbytes))
+
+
+def create_window(nbytes: int) -> Window:
+    """Return a window of anonymous memory whose descriptor can be handed to another process.
+
+    The memory has no name, is sealed against every change of size, and all its pages exist, so
+    neither a peer nor a full machine can turn a later access into a bus error.
+
+    Raises:
+        TransportError: There is not enough memory; the text says need, have and what to do.
+    """
+    check_memory(nbytes)
+    fd = os.memfd_create("torch-eaas-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return Window(mmap.mmap(fd, nbytes), fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def adopt_window(fd: int, nbytes: int) -> Window:
+    """Return the window behind a descriptor that a peer sent; the window owns the descriptor.
+
+    Raises:
+        TransportError: The memory is not sealed, or has another size than was agreed.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        size = os.fstat(fd).st_size
+    except OSError as error:
+        os.close(fd)
+        raise TransportError(f"the peer's window is not a memfd: {error}") from error
+    if seals & _SEALS != _SEALS or size != nbytes:
+        os.close(fd)
+        raise TransportError(
+            f"the peer's window must be sealed and have {nbytes} bytes, "
+            f"got seals {seals:#x} and {size} bytes"
+        )
+    return Window(mmap.mmap(fd, nbytes), fd)
+
+
+def check_memory(nbytes: int) -> None:
+    """Raise TransportError unless this process may take ``nbytes`` more memory."""
+    if nbytes < 1:
+        raise ConfigError(f"a window has at least one byte, got {nbytes}")
+    for have, what in ((_available_bytes(), "the machine"), (_cgroup_bytes(), "this cgroup")):
+        if have is not None and nbytes > have:
+            raise TransportError(
+                f"a window needs {nbytes / 2**20:.1f} MiB and {what} has {have / 2**20:.1f} MiB "
+                f"left; lower max_tokens or max_micro_batches, or free memory"
+            )
+
+
+def _available_bytes() -> int | None:
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return what the tightest memory limit above this process leaves, or None without one."""
+    left: int | None = None
+    for line in _lines(Path("/proc/self/cgroup")):
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            base, limit_name, used_name = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):
+            folder = base.joinpath(*parts[:depth])
+            limit, used = _number(folder / limit_name), _number(folder / used_name)
+            if limit is not None and used is not None:
+                room = max(0, limit - used + _reclaimable(folder))
+                left = room if left is None else min(left, room)
+    return left
+
+
+def _reclaimable(folder: Path) -> int:
+    """Return the bytes of page cache that the kernel would drop before it refuses memory."""
+    for line in _lines(folder / "memory.stat"):
+        if line.startswith(("inactive_file ", "total_inactive_file ")):
+            return int(line.split()[1])
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

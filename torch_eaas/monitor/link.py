@@ -1,0 +1,147 @@
+"""One member's HTTP calls to the monitor, and how their failures are called here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+
+import httpx
+
+from torch_eaas.config import HEARTBEAT, LEASE
+from torch_eaas.errors import (
+    ConfigError,
+    PeerGone,
+    PeerTimeout,
+    RequestRefused,
+    TransportError,
+)
+from torch_eaas.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the monitor answers to a join or a heartbeat."""
+
+    status: str
+    """See ``announcement.Status``."""
+
+    order: tuple[int, int]
+    """Term and version of the monitor's placement."""
+
+    heartbeat: float
+    """Seconds between heartbeats; told at the join only."""
+
+    lease: float
+    """Seconds that a member may be silent; told at the join only."""
+
+
+class MonitorLink:
+    """Calls a monitor, from any thread. The owner closes it.
+
+    Args:
+        url: Such as ``http://127.0.0.1:8500``.
+        timeout: Bounds each phase of a call: connecting, sending, waiting for the answer.
+
+    Raises:
+        ConfigError: The URL is none.
+    """
+
+    def __init__(self, url: str, timeout: timedelta) -> None:
+        self.url = url.rstrip("/")
+        try:
+            parsed = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"a monitor's URL is http://HOST:PORT, got {url!r}") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(f"a monitor's URL is http://HOST:PORT, got {url!r}")
+        # proxies are for the outside world; plain HTTP needs no certificates, which load slowly
+        self._http = httpx.Client(
+            base_url=self.url,
+            timeout=timeout.total_seconds(),
+            trust_env=False,
+            verify=parsed.scheme == "https",
+        )
+
+    def report(self, path: str, body: dict[str, Any]) -> Reply:
+        """Send a join or a heartbeat."""
+        data = self.call("POST", path, body)
+        try:
+            return Reply(
+                status=str(data["status"]),
+                order=(int(data["term"]), int(data["version"])),
+                heartbeat=float(data.get("heartbeat", HEARTBEAT.total_seconds())),
+                lease=float(data.get("lease", LEASE.total_seconds())),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise TransportError(f"{self.url}{path} is no monitor: {error!r}") from error
+
+    def placement(self, timeout: timedelta | None = None) -> tuple[Placement, int]:
+        """Return the monitor's placement, and its instance id."""
+        data = self.call("GET", "/placement", timeout=timeout)
+        try:
+            return Placement.from_json(data), int(data["monitor"], 16)
+        except (KeyError, TypeError, ValueError) as error:
+            raise TransportError(f"{self.url}/placement shows none: {error!r}") from error
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: timedelta | None = None,
+    ) -> dict[str, Any]:
+        """Return the JSON object that answers a call.
+
+        Raises:
+            PeerTimeout: No answer came in time.
+            PeerGone: The monitor cannot be reached.
+            RequestRefused: It answered with an error; the text is its own.
+            TransportError: What answers is no monitor, or one that fails.
+        """
+        what = f"monitor {self.url}: {method} {path}"
+        limit = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout.total_seconds()
+        try:
+            answer = self._http.request(method, path, json=body, timeout=limit)
+            data = answer.json()
+        except httpx.TimeoutException as error:
+            raise PeerTimeout(f"{what}: no answer in time ({type(error).__name__})") from error
+        except (httpx.HTTPError, RuntimeError) as error:
+            # httpx raises RuntimeError for a call on a client that was closed meanwhile
+            raise PeerGone(f"{what}: {error}") from error
+        except ValueError as error:
+            raise TransportError(f"{what}: status {answer.status_code}, no JSON") from error
+        if not isinstance(data, dict) or answer.status_code >= 500:
+            raise TransportError(f"{what}: status {answer.status_code}, not a monitor's answer")
+        if answer.status_code >= 400:
+            raise RequestRefused(f"{what}: {data.get('error', answer.status_code)}")
+        return data
+
+    def close(self) -> None:
+        """Close the connections; safe twice."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+
+def fetch_placement(url: str, timeout: timedelta = timedelta(seconds=5)) -> Placement:
+    """Return a monitor's placement; its term is 0 while the monitor has decided nothing.
+
+    Args:
+        url: The monitor's URL.
+        timeout: Bounds each phase of the call.
+
+    Raises:
+        ConfigError: The URL is none.
+        PeerTimeout: The monitor did not answer in time.
+        PeerGone: It cannot be reached.
+        TransportError: What answers is no monitor.
+    """
+    with MonitorLink(url, timeout) as link:
+        return link.placement()[0]

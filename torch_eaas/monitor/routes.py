@@ -1,0 +1,105 @@
+"""The monitor's HTTP routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from torch_eaas.errors import ConfigError
+from torch_eaas.monitor.announcement import Status, instance_text
+from torch_eaas.monitor.metrics import new_registry
+from torch_eaas.monitor.page import CONTENT_SECURITY_POLICY, render_page
+from torch_eaas.monitor.schemas import HeartbeatBody, JoinBody, LeaveBody
+from torch_eaas.monitor.service import Service
+from torch_eaas.monitor.views import members_json, placement_json, ready_json
+
+_NO_STORE = {"Cache-Control": "no-store"}
+
+
+def member_routes(service: Service) -> APIRouter:
+    """Return the routes that members call."""
+    router = APIRouter()
+    config = service.members.config
+
+    def reply(status: Status) -> dict[str, Any]:
+        term, version = service.members.placement.order
+        monitor = instance_text(service.members.instance)
+        return {"status": status, "monitor": monitor, "term": term, "version": version}
+
+    @router.post("/join")
+    async def join(body: JoinBody) -> dict[str, Any]:
+        try:
+            service.join(body)
+        except ConfigError as error:
+            raise HTTPException(409, str(error)) from error
+        return {
+            **reply("ok"),
+            "heartbeat": config.heartbeat.total_seconds(),
+            "lease": config.lease.total_seconds(),
+        }
+
+    @router.post("/heartbeat")
+    async def heartbeat(body: HeartbeatBody) -> dict[str, Any]:
+        try:
+            status = service.heartbeat(body.value())
+        except ConfigError as error:
+            raise HTTPException(409, str(error)) from error
+        return reply(status)
+
+    @router.post("/leave")
+    async def leave(body: LeaveBody) -> dict[str, bool]:
+        return {"left": service.leave(int(body.instance, 16))}
+
+    return router
+
+
+def view_routes(service: Service) -> APIRouter:
+    """Return the routes that only look."""
+    router = APIRouter()
+    members = service.members
+
+    @router.get("/members")
+    async def view_members() -> dict[str, Any]:
+        return members_json(members, service.clock())
+
+    @router.get("/placement")
+    async def view_placement() -> dict[str, Any]:
+        return placement_json(members)
+
+    @router.get("/healthz")
+    async def view_health() -> dict[str, bool]:
+        return {"ok": True}
+
+    @router.get("/readyz")
+    async def view_ready() -> JSONResponse:
+        return JSONResponse(ready_json(members), 200 if members.ready else 503, _NO_STORE)
+
+    @router.get("/")
+    async def view_page() -> HTMLResponse:
+        html = render_page(members_json(members, service.clock()), ready_json(members))
+        headers = {**_NO_STORE, "Content-Security-Policy": CONTENT_SECURITY_POLICY}
+        return HTMLResponse(html, headers=headers)
+
+    return router
+
+
+def stream_routes(service: Service) -> APIRouter:
+    """Return the routes that other machinery reads: metrics and the event stream."""
+    router = APIRouter()
+    registry = new_registry(service.members)
+
+    @router.get("/metrics")
+    async def view_metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/events")
+    async def view_events(request: Request) -> StreamingResponse:
+        last_id = request.headers.get("last-event-id", "")
+        return StreamingResponse(
+            service.stream(last_id), media_type="text/event-stream", headers=_NO_STORE
+        )
+
+    return router

@@ -1,0 +1,96 @@
+"""DeepSeek's block-scaled FP8: the plain definition.
+
+A weight is cut into blocks of ``bn`` rows and ``bk`` columns, and each block is stored as
+float8_e4m3fn beside one fp32 factor that brings it back. Blocks at the lower and right edge may be
+smaller. The block size is always given, never derived from shapes: 192 rows under a grid of two
+could be blocks of 128 and 64, or of 96 and 96, and only the checkpoint's config knows.
+
+Shape suffixes: ``N`` rows (outputs), ``K`` columns (inputs), ``n`` and ``k`` blocks along them.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torch_eaas.errors import ConfigError
+
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+def quantize_blocks(weight_NK: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Store a weight as FP8 with one scale for each block.
+
+    Args:
+        weight_NK: The weight, ``(N, K)``, of any floating dtype.
+        block: Rows and columns of a block.
+
+    Returns:
+        The FP8 weight, ``(N, K)`` float8_e4m3fn, and its scales, ``(ceil(N / bn), ceil(K / bk))``
+        fp32: a block's largest magnitude over 448, and 1 where a block is all zero.
+
+    Raises:
+        ConfigError: The weight is no matrix, or a block size is below 1.
+
+    Example:
+        ``[[448, 1], [896, 2]]`` in blocks of ``(1, 2)`` gives ``[[448, 1], [448, 1]]`` and the
+        scales ``[[1], [2]]``.
+    """
+    _check(weight_NK, block)
+    scale_nk = _block_amax(weight_NK.float(), block) / FP8_MAX
+    # also where the largest magnitude is so small that its scale is no fp32 number but zero
+    scale_nk = torch.where(scale_nk == 0, 1.0, scale_nk)
+    scaled_NK = weight_NK.float() / _expand(scale_nk, weight_NK.shape, block)
+    # a cast saturates on some devices only; rounding can put the largest value just above
+    return scaled_NK.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale_nk
+
+
+def dequantize_blocks(weight_NK: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
+    """Bring a block-scaled FP8 weight back to fp32.
+
+    Args:
+        weight_NK: The FP8 weight, ``(N, K)``.
+        scale_inv: Each block's factor, ``(ceil(N / bn), ceil(K / bk))``.
+        block: Rows and columns of a block.
+
+    Returns:
+        The weight, ``(N, K)`` fp32.
+
+    Raises:
+        ConfigError: The grid of scales does not fit the weight and the block.
+
+    Example:
+        ``[[448, 1], [448, 1]]`` with scales ``[[1], [2]]`` in blocks of ``(1, 2)`` gives
+        ``[[448, 1], [896, 2]]``.
+    """
+    _check(weight_NK, block)
+    expected = _grid(weight_NK.shape, block)
+    if tuple(scale_inv.shape) != expected:
+        raise ConfigError(
+            f"scale_inv has shape {tuple(scale_inv.shape)}, but a weight of shape "
+            f"{tuple(weight_NK.shape)} in blocks of {tuple(block)} needs {expected}; "
+            "is this the weight_block_size of the checkpoint's config?"
+        )
+    return weight_NK.float() * _expand(scale_inv.float(), weight_NK.shape, block)
+
+
+def _check(weight_NK: Tensor, block: tuple[int, int]) -> None:
+    if weight_NK.ndim != 2:
+        raise ConfigError(f"weight must be a matrix, got shape {tuple(weight_NK.shape)}")
+    if min(block) < 1:
+        raise ConfigError(f"block sizes must be at least 1, got {tuple(block)}")
+
+
+def _grid(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def _block_amax(weight_NK: Tensor, block: tuple[int, int]) -> Tensor:
+    rows, columns = _grid(weight_NK.shape, block)
+    missing = (0, columns * block[1] - weight_NK.shape[1], 0, rows * block[0] - weight_NK.shape[0])
+    whole = pad(weight_NK.abs(), missing).reshape(rows, block[0], columns, block[1])
+    return whole.amax(dim=(1, 3))
+
+
+def _expand(scale_nk: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
+    rows_Nk = scale_nk.repeat_interleave(block[0], dim=0)[: shape[0]]
+    return rows_Nk.repeat_interleave(block[1], dim=1)[:, : shape[1]]

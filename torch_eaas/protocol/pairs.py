@@ -1,0 +1,95 @@
+"""What both ends remember of a pair: epochs, suspicion, retired windows, back-off."""
+
+from __future__ import annotations
+
+from torch_eaas.errors import StalePeer
+
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 2.0
+
+
+class ClientPair:
+    """A client's view of one server: its epochs, and whether to ask it.
+
+    A server is *suspect* for this client after it was late or lost; it is still asked when nobody
+    else holds an expert. Suspicion ends when anything of it is heard.
+
+    Args:
+        max_retired: Windows that may lie abandoned before the server counts as down.
+    """
+
+    def __init__(self, max_retired: int) -> None:
+        self._max_retired = max_retired
+        self._epoch = 0
+        self._open_epoch = 0
+        self._retired: set[int] = set()
+        self._failures = 0
+        self._retry_at = 0.0
+        self.suspect = False
+        self.heard = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a window of this pair is in use."""
+        return self._open_epoch > 0
+
+    @property
+    def is_down(self) -> bool:
+        """Whether too many windows lie abandoned to open another."""
+        return len(self._retired) >= self._max_retired
+
+    def may_open(self, now: float) -> bool:
+        """Return whether a handshake may be tried now."""
+        return not self.is_open and not self.is_down and now >= self._retry_at
+
+    def next_epoch(self) -> int:
+        """Return the epoch of the next attempt; each attempt has its own, also after a failure."""
+        self._epoch += 1
+        return self._epoch
+
+    def opened(self, epoch: int) -> None:
+        """Note that the window of ``epoch`` is in use."""
+        self._open_epoch = epoch
+        self._failures = 0
+        self.suspect = False
+
+    def refused(self, now: float, jitter: float) -> None:
+        """Note a failed attempt; ``jitter`` in 0 to 1 spreads the next ones of many clients."""
+        pause = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._failures)
+        self._failures = min(self._failures + 1, 16)
+        self._retry_at = now + pause * (0.5 + jitter / 2)
+
+    def retire(self) -> int:
+        """Stop using the open window; its memory waits for ``revoked``. Return its epoch."""
+        epoch, self._open_epoch = self._open_epoch, 0
+        self._retired.add(epoch)
+        return epoch
+
+    def revoked(self, epoch: int) -> None:
+        """Note that the server can no longer write into the window of ``epoch``."""
+        self._retired.discard(epoch)
+
+    def heard_from(self) -> None:
+        """Note any answer, also a late one: the server lives and is no longer suspect."""
+        self.heard = True
+        self.suspect = False
+
+
+class ServerEpochs:
+    """A server's memory of the epochs that it saw: only a higher one opens a window.
+
+    It keeps one number for each client instance it ever met.
+    """
+
+    def __init__(self) -> None:
+        self._highest: dict[int, int] = {}
+
+    def accept(self, instance: int, epoch: int) -> None:
+        """Note a handshake; StalePeer if it is not newer than all of that client instance."""
+        highest = self._highest.get(instance, 0)
+        if epoch <= highest:
+            raise StalePeer(
+                f"client instance {instance:016x}: epoch {epoch} is not above {highest}, "
+                f"the newest that this server saw; open the pair with a new epoch"
+            )
+        self._highest[instance] = epoch

@@ -1,0 +1,203 @@
+"""The server's end of the protocol: poll all slots, merge what is ready, run it, reply."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Self
+
+from torch_eaas.comm.shared_memory import SharedMemoryTransport
+from torch_eaas.comm.transport import Listener, Transport
+from torch_eaas.config import ServerConfig
+from torch_eaas.errors import ConfigError
+from torch_eaas.monitor.agent import MonitorAgent
+from torch_eaas.monitor.announcement import Announcement, ModelInfo
+from torch_eaas.placement import Placement
+from torch_eaas.server_batch import BatchRunner, Experts
+from torch_eaas.server_control import ServerControl
+
+QUIET_S = 1.0
+"""A draining server leaves when nobody has asked it for this long."""
+
+LONGEST_WAIT_S = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+class ExpertServer:
+    """Runs experts for any number of clients; keeps nothing that a client would miss.
+
+    Args:
+        experts: The experts to run; they may be added to and removed from while it serves.
+        config: The server's options.
+        transport: How clients reach it; the default is shared memory on this host.
+        monitor: URL of the monitor to join, if any.
+        model: The whole model that these experts belong to, told to the monitor.
+        instance: This life's id; by default a random one.
+        clock: Seconds, monotonic; tests plan it.
+
+    Example::
+
+        with ExpertServer(pool).serve_in_background() as server:
+            client = Client(ClientConfig(hidden_size=64, top_k=2), servers=[server.address])
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        config: ServerConfig | None = None,
+        *,
+        transport: Transport | None = None,
+        monitor: str | None = None,
+        model: ModelInfo | None = None,
+        instance: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config or ServerConfig()
+        self.experts = experts
+        self.instance = instance if instance is not None else secrets.randbits(64) | 1
+        self._transport = transport or SharedMemoryTransport()
+        self._clock = clock
+        self._model = model
+        self._runner = BatchRunner(experts, self.config.max_rows, clock)
+        self._control = ServerControl(
+            config=self.config,
+            instance=self.instance,
+            transport=self._transport,
+            hidden_size=experts.hidden_size,
+            holdings=lambda: experts.holdings,
+            counters=self._runner.counters,
+            drain=self.drain,
+            clock=clock,
+        )
+        self._listener: Listener = self._transport.listen(self.config.address, self._control)
+        self._monitor = monitor
+        self._agent: MonitorAgent | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._drain_started: float | None = None
+        self._last_answer = clock()
+        self._iterations = 0
+
+    @property
+    def address(self) -> str:
+        """The control endpoint, for clients that do without a monitor."""
+        return self._listener.address
+
+    @property
+    def num_clients(self) -> int:
+        """Pairs that are open."""
+        return len(self._control.pairs)
+
+    def counters(self) -> dict[str, int]:
+        """Return what was served so far: requests, tokens, batches, refused, experts_us."""
+        return self._control.numbers()
+
+    def step(self) -> int:
+        """Serve one batch of what is ready now, in this thread; return the frames answered."""
+        with self._control.lock:
+            pairs = self._control.pairs
+            now = self._clock()
+            ready = False
+            for pair in pairs:
+                ready |= pair.scan(now)
+            answered = self._runner.step(pairs) if ready else 0
+        self._iterations += 1
+        if answered:
+            self._last_answer = self._clock()
+            self._transport.ring()
+        return answered
+
+    def serve(self) -> None:
+        """Serve in this thread until a drain has ended or ``close`` is called."""
+        if self._monitor is not None and self._agent is None:
+            self._agent = MonitorAgent(self._monitor, self._announce, self._on_placement)
+        idle_since = self._clock()
+        try:
+            while not self._stop.is_set() and not self._drained():
+                if self.step():
+                    idle_since = self._clock()
+                else:
+                    idle = self._clock() - idle_since
+                    self._transport.wait(self._has_work, LONGEST_WAIT_S, idle)
+        finally:
+            self._leave()
+
+    def serve_in_background(self) -> Self:
+        """Serve in a thread of this process; return this server, which ``close`` ends."""
+        if self._thread is not None:
+            raise ConfigError(f"server {self.config.name} serves already")
+        self._thread = threading.Thread(
+            target=self.serve, name=f"eaas-{self.config.name}", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def drain(self) -> None:
+        """Leave without hurting anybody: tell the monitor, serve until it is quiet, then end.
+
+        Clients that know another holder go there. Returns at once; ``serve`` returns when nobody
+        has asked for a second, or after ``drain_timeout``.
+        """
+        if self._drain_started is None:
+            self._control.state = "draining"
+            self._drain_started = self._clock()
+            logger.info("server %s drains", self.config.name)
+
+    def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Stop serving and end all pairs; safe twice. Requests under way are not answered."""
+        self._stop.set()
+        self._transport.ring()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout.total_seconds())
+        else:
+            self._leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _has_work(self) -> bool:
+        if self._stop.is_set():
+            return True
+        now = self._clock()
+        return any(pair.scan(now) for pair in self._control.pairs)
+
+    def _drained(self) -> bool:
+        if self._drain_started is None:
+            return False
+        now = self._clock()
+        quiet = now - max(self._last_answer, self._drain_started)
+        late = now - self._drain_started > self.config.drain_timeout.total_seconds()
+        return quiet > QUIET_S or late
+
+    def _leave(self) -> None:
+        self._runner.draining = True
+        self.step()
+        # the clients see the endpoint close, so that they do not wait while the monitor is told
+        self._listener.close()
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.close()
+
+    def _announce(self) -> Announcement:
+        return Announcement(
+            role="server",
+            name=self.config.name,
+            instance=self.instance,
+            address=self.address,
+            holdings=self.experts.holdings,
+            model=self._model,
+            state=self._control.state,
+            progress=self._iterations,
+            counters=self.counters(),
+        )
+
+    def _on_placement(self, placement: Placement) -> None:
+        self._runner.version = placement.version

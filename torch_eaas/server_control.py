@@ -1,0 +1,216 @@
+"""A server's control endpoint: handshake, close, describe, health, metrics, drain."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from typing_extensions import override
+
+from torch_eaas.comm.transport import Handler, Json, Reply, Transport
+from torch_eaas.comm.window import Window
+from torch_eaas.config import ServerConfig
+from torch_eaas.errors import ConfigError, HandshakeRefused
+from torch_eaas.placement import Holdings, ServerState
+from torch_eaas.protocol.layout import PROTOCOL_VERSION, PairSpec
+from torch_eaas.protocol.pairs import ServerEpochs
+from torch_eaas.server_pairs import ServerPair
+
+logger = logging.getLogger(__name__)
+
+
+class ServerControl(Handler):
+    """Keeps the list of a server's pairs, and answers control calls about them.
+
+    The serving loop holds ``lock`` while it reads and writes windows, so a pair that was taken
+    off the list under it is never written again.
+
+    Args:
+        config: The server's options.
+        instance: This life's id.
+        transport: Makes the request windows.
+        hidden_size: Width that a client's spec must have.
+        holdings: Tells what the server holds now.
+        counters: The serving loop's counters.
+        drain: Begins a drain; returns at once.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        instance: int,
+        transport: Transport,
+        hidden_size: int,
+        holdings: Callable[[], Holdings],
+        counters: Counter[str],
+        drain: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._instance = instance
+        self._transport = transport
+        self._hidden_size = hidden_size
+        self._holdings = holdings
+        self._counters = counters
+        self._drain = drain
+        self._clock = clock
+        self._epochs = ServerEpochs()
+        self._registry = CollectorRegistry()
+        self._registry.register(_Counters(self))
+        self.lock = threading.Lock()
+        self.pairs: tuple[ServerPair, ...] = ()
+        self.state: ServerState = "serving"
+
+    @override
+    def handle(self, peer: int, verb: str, body: Json, windows: Sequence[Window]) -> Reply:
+        if verb == "handshake":
+            return self._handshake(peer, body, windows)
+        calls: dict[str, Callable[[int, Json], Json]] = {
+            "close": self._close_epoch,
+            "describe": lambda *_: self.describe(),
+            "health": lambda *_: {"ok": True, "state": self.state},
+            "metrics": lambda *_: {"text": self.metrics()},
+            "drain": self._start_drain,
+        }
+        if verb not in calls:
+            raise ConfigError(f"no control verb {verb!r}; there are handshake, {', '.join(calls)}")
+        return calls[verb](peer, body), ()
+
+    @override
+    def gone(self, peer: int) -> None:
+        self._drop(lambda pair: pair.peer == peer)
+
+    def describe(self) -> Json:
+        """Return who this server is and what it holds."""
+        return {
+            "name": self._config.name,
+            "instance": f"{self._instance:016x}",
+            "fingerprint": self._config.fingerprint,
+            "hidden_size": self._hidden_size,
+            "holdings": {str(layer): list(ids) for layer, ids in self._holdings().items()},
+            "state": self.state,
+        }
+
+    def metrics(self) -> str:
+        """Return this server's metrics in Prometheus' text format."""
+        return generate_latest(self._registry).decode()
+
+    def numbers(self) -> dict[str, int]:
+        """Return a copy of the serving loop's counters."""
+        return dict(self._counters)
+
+    def _handshake(self, peer: int, body: Json, windows: Sequence[Window]) -> Reply:
+        try:
+            client, instance = str(body["client"]), int(body["instance"], 16)
+            epoch, fingerprint = int(body["epoch"]), str(body["fingerprint"])
+            version, spec_json = body["protocol"], dict(body["spec"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise HandshakeRefused(f"not a handshake: {error!r}") from error
+        if version != PROTOCOL_VERSION:
+            raise HandshakeRefused(
+                f"client {client} speaks protocol {version}, this server {PROTOCOL_VERSION}"
+            )
+        spec = PairSpec.from_json(spec_json)
+        self._check(client, fingerprint, spec, windows)
+        self._epochs.accept(instance, epoch)
+        requests = self._transport.create_window(spec.request_bytes)
+        pair = ServerPair(
+            peer=peer,
+            client=client,
+            instance=instance,
+            epoch=epoch,
+            spec=spec,
+            requests=requests.view,
+            replies=windows[0].view,
+            now=self._clock(),
+        )
+        self._drop(lambda old: old.instance == instance)
+        with self.lock:
+            self.pairs = (*self.pairs, pair)
+        self._transport.ring()
+        logger.info(
+            "client %s: pair of %d slots, %.1f MiB here and %.1f MiB there",
+            client,
+            spec.slots,
+            spec.request_bytes / 2**20,
+            spec.reply_bytes / 2**20,
+        )
+        answer = {**self.describe(), "epoch": epoch}
+        return answer, (requests,)
+
+    def _check(
+        self, client: str, fingerprint: str, spec: PairSpec, windows: Sequence[Window]
+    ) -> None:
+        own = self._config.fingerprint
+        if fingerprint and own and fingerprint != own:
+            raise HandshakeRefused(
+                f"client {client} wants model {fingerprint}, server {self._config.name} has {own}"
+            )
+        if spec.hidden_size != self._hidden_size:
+            raise HandshakeRefused(
+                f"client {client} has hidden size {spec.hidden_size}, "
+                f"server {self._config.name} has {self._hidden_size}"
+            )
+        if self.state == "draining":
+            raise HandshakeRefused(f"server {self._config.name} is draining")
+        if len(self.pairs) >= self._config.max_pairs:
+            raise HandshakeRefused(
+                f"server {self._config.name} has {self._config.max_pairs} clients already"
+            )
+        if len(windows) != 1 or windows[0].nbytes != spec.reply_bytes:
+            raise HandshakeRefused(
+                f"a handshake brings one reply window of {spec.reply_bytes} bytes, "
+                f"got {[window.nbytes for window in windows]}"
+            )
+
+    def _close_epoch(self, peer: int, body: Json) -> Json:
+        """Write into an epoch's window no more; the answer says that this is so."""
+        instance, epoch = int(str(body.get("instance", "0")), 16), body.get("epoch")
+        self._drop(lambda pair: pair.instance == instance and pair.epoch == epoch)
+        return {"closed": epoch}
+
+    def _start_drain(self, peer: int, body: Json) -> Json:
+        self._drain()
+        return {"state": "draining"}
+
+    def _drop(self, is_dropped: Callable[[ServerPair], bool]) -> None:
+        with self.lock:
+            self.pairs = tuple(pair for pair in self.pairs if not is_dropped(pair))
+
+
+class _Counters(Collector):
+    """Reads the counters when somebody asks, so that serving pays nothing for them."""
+
+    def __init__(self, control: ServerControl) -> None:
+        self._control = control
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        numbers: dict[str, Any] = self._control.numbers()
+        for name in ("requests", "tokens", "batches"):
+            yield CounterMetricFamily(
+                f"torch_eaas_server_{name}", f"{name} answered", value=numbers.get(name, 0)
+            )
+        yield CounterMetricFamily(
+            "torch_eaas_server_experts_seconds",
+            "seconds that experts ran",
+            value=numbers.get("experts_us", 0) / 1e6,
+        )
+        refused = CounterMetricFamily(
+            "torch_eaas_server_refused", "requests answered with an error", labels=["status"]
+        )
+        for key, value in numbers.items():
+            if key.startswith("refused_"):
+                refused.add_metric([key.removeprefix("refused_")], value)
+        yield refused
+        yield GaugeMetricFamily(
+            "torch_eaas_server_pairs", "clients connected", value=len(self._control.pairs)
+        )

@@ -1,0 +1,200 @@
+"""A server's side of its pairs: windows mapped, frames read and checked, answers written.
+
+Shape legend: T tokens, K experts per token, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_eaas.errors import TransportError
+from torch_eaas.protocol.layout import (
+    REPLY_HEADER,
+    REQUEST_HEADER,
+    WORD_BYTES,
+    PairSpec,
+    Status,
+)
+from torch_eaas.protocol.slots import ServerSlots
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class BadFrame(TransportError):
+    """A frame that is answered with an error instead of being run."""
+
+    def __init__(self, status: Status, text: str) -> None:
+        self.status = status
+        super().__init__(text)
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One request as the server took it: header, ids and weights are copies, checked once."""
+
+    pair: ServerPair
+    slot: int
+    word: int
+    since: float
+    layer: int
+    ids_TK: Tensor
+    weights_TK: Tensor
+    hidden_TD: Tensor
+    """A view into the window."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this frame may add to a batch."""
+        return self.ids_TK.numel()
+
+
+class ServerPair:
+    """One client's windows as the server reads and writes them.
+
+    Args:
+        peer: The control connection that the pair came over.
+        client: The client's name, for messages.
+        instance: The client's instance id.
+        epoch: The number of the pair's window.
+        spec: What was agreed.
+        requests: The request window's bytes; the client writes them.
+        replies: The reply window's bytes; this server writes them.
+        now: The server's clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        peer: int,
+        client: str,
+        instance: int,
+        epoch: int,
+        spec: PairSpec,
+        requests: memoryview,
+        replies: memoryview,
+        now: float,
+    ) -> None:
+        self.peer, self.client, self.instance, self.epoch = peer, client, instance, epoch
+        self.spec = spec
+        self.slots = ServerSlots(spec.slots, now)
+        self._requests = requests
+        self._replies = replies
+        num_words = spec.slots * WORD_BYTES
+        self._request_words = requests[:num_words].cast("Q")
+        self._reply_words = replies[:num_words].cast("Q")
+
+    def scan(self, now: float) -> bool:
+        """Look for new words; return whether a request is ready."""
+        self.slots.scan(self._request_words.tolist(), now)
+        return self.slots.num_ready > 0
+
+    def peek_rows(self) -> int:
+        """Return the most rows that the next ready request may add to a batch."""
+        slot, _, _ = self.slots.peek()
+        header = REQUEST_HEADER.unpack_from(self._requests, self.spec.request_slot(slot))
+        num_tokens: int = min(header[6], self.spec.max_tokens)
+        return num_tokens * self.spec.top_k
+
+    def read(self, slot: int, word: int, since: float, now: float) -> Frame:
+        """Return the frame in a slot; BadFrame if it cannot be run."""
+        base = self.spec.request_slot(slot)
+        instance, epoch, sequence, _, budget_us, layer, num_tokens, flags = (
+            REQUEST_HEADER.unpack_from(self._requests, base)
+        )
+        if (instance, epoch, sequence) != (self.instance, self.epoch, word >> 8):
+            raise BadFrame(
+                Status.STALE,
+                f"the frame is of instance {instance:016x}, epoch {epoch}, sequence {sequence}; "
+                f"this window takes {self.instance:016x}, {self.epoch}, {word >> 8}",
+            )
+        if not 1 <= num_tokens <= self.spec.max_tokens or flags:
+            raise BadFrame(
+                Status.BAD_REQUEST,
+                f"a request has 1 to {self.spec.max_tokens} tokens and flags 0, "
+                f"got {num_tokens} tokens and flags {flags}",
+            )
+        waited_us = int((now - since) * 1e6)
+        if waited_us > budget_us:
+            raise BadFrame(
+                Status.EXPIRED, f"seen after {waited_us} us, its time was {budget_us} us"
+            )
+        shape = (num_tokens, self.spec.top_k)
+        ids_TK = self._tensor(torch.int32, shape, base + self.spec.ids_offset).long()
+        if int(ids_TK.min()) < -1:
+            token, k = (ids_TK < -1).nonzero()[0].tolist()
+            raise BadFrame(
+                Status.BAD_REQUEST,
+                f"layer {layer}, token {token}: expert id {int(ids_TK[token, k])} is below -1",
+            )
+        return Frame(
+            pair=self,
+            slot=slot,
+            word=word,
+            since=since,
+            layer=layer,
+            ids_TK=ids_TK,
+            weights_TK=self._tensor(torch.float32, shape, base + self.spec.weights_offset).clone(),
+            hidden_TD=self._tensor(
+                TORCH_DTYPES[self.spec.wire_dtype],
+                (num_tokens, self.spec.hidden_size),
+                base + self.spec.hidden_offset,
+            ),
+        )
+
+    def answer(
+        self, frame: Frame, rows: Tensor, *, queue_us: int, experts_us: int, version: int
+    ) -> None:
+        """Write an answer: rows, header, then the word."""
+        num_tokens = frame.ids_TK.shape[0]
+        base = self.spec.reply_slot(frame.slot)
+        shape: tuple[int, ...] = (num_tokens, self.spec.hidden_size)
+        if self.spec.combine == "exact":
+            shape = (num_tokens, self.spec.top_k, self.spec.hidden_size)
+        target = torch.frombuffer(
+            self._replies,
+            dtype=TORCH_DTYPES[self.spec.reply_dtype],
+            count=rows.numel(),
+            offset=base + self.spec.rows_offset,
+        )
+        target.view(shape).copy_(rows)
+        self._finish(frame.slot, frame.word, Status.OK, num_tokens, queue_us, experts_us, version)
+
+    def refuse(self, slot: int, word: int, status: Status, text: str, *, version: int) -> None:
+        """Answer a request with an error's text."""
+        data = text.encode()[: min(4096, self.spec.reply_rows_bytes)]
+        start = self.spec.reply_slot(slot) + self.spec.rows_offset
+        self._replies[start : start + len(data)] = data
+        self._finish(slot, word, status, len(data), 0, 0, version)
+
+    def _finish(
+        self,
+        slot: int,
+        word: int,
+        status: Status,
+        size: int,
+        queue_us: int,
+        experts_us: int,
+        version: int,
+    ) -> None:
+        REPLY_HEADER.pack_into(
+            self._replies,
+            self.spec.reply_slot(slot),
+            self.instance,
+            self.epoch,
+            word >> 8,
+            version,
+            status,
+            size,
+            min(queue_us, 0xFFFFFFFF),
+            min(experts_us, 0xFFFFFFFF),
+        )
+        # the word comes last: whoever sees it may read the rest
+        self._reply_words[slot] = self.slots.reply_word(word)
+
+    def _tensor(self, dtype: torch.dtype, shape: tuple[int, int], offset: int) -> Tensor:
+        count = shape[0] * shape[1]
+        flat = torch.frombuffer(self._requests, dtype=dtype, count=count, offset=offset)
+        return flat.view(shape)
