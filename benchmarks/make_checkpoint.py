@@ -51,8 +51,8 @@ README = """\
 # A byte-level DeepSeek-V3
 
 {millions:.2f} million parameters (without layer {mtp}) in the on-disk format of DeepSeek-R1: FP8 in
-128 x 128 blocks, each expert's matrices apart, four shards with an index. Token ids are bytes, so there
-is no tokenizer. It is here to show and to test serving, not to write well.
+128 x 128 blocks, each expert's matrices apart, four shards with an index. Token ids are bytes, so
+there is no tokenizer. It is here to show and to test serving, not to write well.
 
 Trained from scratch with transformers' DeepseekV3ForCausalLM on the first nine tenths of
 `{text}` (the copy that the repository carries: Tiny Shakespeare, in the public domain):

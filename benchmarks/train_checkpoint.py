@@ -31,7 +31,7 @@ SAVE_EVERY = 200
 class TrainConfig:
     """How long and how fast to train."""
 
-    steps: int = 2400
+    steps: int = 1500
     """Optimizer steps; the learning rate reaches zero at the last one."""
 
     batch: int = 8
@@ -47,10 +47,13 @@ class TrainConfig:
     """Steps until the peak; at most a tenth of ``steps`` is used."""
 
     bias_step: float = 1e-3
-    """DeepSeek's gamma: how far a step moves each expert's bias against its load.
+    """DeepSeek's gamma: how far a step moves each expert's bias against its load."""
 
-    It holds for the first half of the steps and is zero after that, as it was for DeepSeek-V3's
-    last tokens; so no expert dies, and some skew remains for a balancer to see.
+    bias_steps: int = 300
+    """Steps in which the bias moves.
+
+    Long enough that no expert dies. DeepSeek-V3's bias stood still at the end too; here it does so
+    early, since a balancer that is to be shown at work needs some skew.
     """
 
     seed: int = 0
@@ -203,7 +206,7 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         counts_LE = self.load.take()
-        if self.step < self.config.steps // 2:
+        if self.step < self.config.bias_steps:
             self.load.balance(counts_LE, self.config.bias_step)
         self.step += 1
         return float(loss.detach()), counts_LE

@@ -1,3 +1,56 @@
-"""Expert-as-a-Service for PyTorch: Mixture-of-Experts layers whose experts live elsewhere."""
+"""Expert-as-a-Service for PyTorch: Mixture-of-Experts layers whose experts live elsewhere.
+
+Each public name is loaded on first use, so that importing the package costs nothing.
+"""
+
+from importlib import import_module
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointError": "errors",
+    "Client": "client",
+    "ClientConfig": "config",
+    "ConfigError": "errors",
+    "EaasError": "errors",
+    "ExpertPool": "experts",
+    "ExpertServer": "server",
+    "ExpertUnavailable": "errors",
+    "ExpertWeights": "experts",
+    "GroupLimitedRouter": "routers",
+    "HandshakeRefused": "errors",
+    "InferenceOnlyError": "errors",
+    "LoopbackTransport": "comm.loopback",
+    "ModelInfo": "monitor.announcement",
+    "MonitorConfig": "config",
+    "PeerGone": "errors",
+    "PeerTimeout": "errors",
+    "Placement": "placement",
+    "RemoteExperts": "remote_moe",
+    "RemoteMoE": "remote_moe",
+    "RequestRefused": "errors",
+    "ServerConfig": "config",
+    "SharedMemoryTransport": "comm.shared_memory",
+    "SoftmaxTopKRouter": "routers",
+    "StalePeer": "errors",
+    "TransportError": "errors",
+    "load_client": "models.load",
+    "load_local": "models.load",
+    "share": "placement",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on first use (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return __all__

@@ -232,15 +232,15 @@ class Client:
                 f"layer {layer}: hidden states must be on the CPU, got {x_TD.device}; "
                 f"clients on a GPU need the device path, which is not built yet"
             )
-        x_wire = x_TD.detach().to(TORCH_DTYPES[self.config.wire_dtype]).contiguous()
+        x_wire = _plain(x_TD, TORCH_DTYPES[self.config.wire_dtype]).contiguous()
         if x_wire.dtype != torch.float32:
             x_wire = x_wire.view(torch.int16)
         return Call(
             layer,
             num_experts,
             x_wire.numpy(),
-            check_ids(layer, ids_TK.detach().long().numpy(), num_experts),
-            weights_TK.detach().float().numpy(),
+            check_ids(layer, _plain(ids_TK, torch.int64).numpy(), num_experts),
+            _plain(weights_TK, torch.float32).numpy(),
             x_TD.dtype,
         )
 
@@ -260,3 +260,10 @@ class Client:
             except Exception:
                 # this thread must outlive whatever a peer sends
                 logger.exception("client %s: keeping pairs failed", self.config.name)
+
+
+def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor's numbers in ``dtype``, without its history."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

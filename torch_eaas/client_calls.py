@@ -15,10 +15,10 @@ from torch import Tensor
 from torch_eaas.client_pairs import Connection
 from torch_eaas.errors import ConfigError
 from torch_eaas.protocol.requests import Fate, Original, Request
-from torch_eaas.routing import LayerRoutes
 
 IDS = NDArray[np.int64]
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEW_ROWS = 4
 
 
 class Piece:
@@ -200,7 +200,7 @@ class Call:
             if covers_all:
                 sum_TD += rows_nD
             else:
-                sum_TD.index_add_(0, torch.from_numpy(request.piece.rows_n), rows_nD.float())
+                _add_rows(sum_TD, request.piece.rows_n, rows_nD)
         return torch.zeros(self.num_tokens, hidden_size) if sum_TD is None else sum_TD
 
     def _sum_exact(self, hidden_size: int) -> Tensor:
@@ -214,6 +214,18 @@ class Call:
         for k in range(1, top_k):
             sum_TD += rows_TKD[:, k]
         return sum_TD
+
+
+def _add_rows(sum_TD: Tensor, tokens_n: IDS, rows_nD: Tensor) -> None:
+    """Add rows to those of their tokens; each token occurs once."""
+    if len(tokens_n) <= FEW_ROWS and rows_nD.dtype == torch.float32:
+        # numpy's calls are shorter: at few rows the calls are all that costs
+        to_TD, from_nD = sum_TD.numpy(), rows_nD.numpy()
+        for i, token in enumerate(tokens_n.tolist()):
+            row_D = to_TD[token]
+            np.add(row_D, from_nD[i], row_D)
+    else:
+        sum_TD.index_add_(0, torch.from_numpy(tokens_n), rows_nD.float())
 
 
 def check_ids(layer: int, ids_TK: IDS, num_experts: int) -> IDS:
@@ -235,7 +247,7 @@ def check_ids(layer: int, ids_TK: IDS, num_experts: int) -> IDS:
 
 
 def split(
-    routes: LayerRoutes,
+    servers_TK: NDArray[np.int16],
     ids_TK: IDS,
     weights_TK: NDArray[np.float32],
     rows_T: IDS,
@@ -244,13 +256,12 @@ def split(
     """Cut a batch into pieces: by blocks of tokens, then by server, each token once per server.
 
     Args:
-        routes: Which server runs which expert.
-        ids_TK: Expert ids, -1 for none; every other one has a holder.
+        servers_TK: The server that runs each expert, ``(T, K)``, -1 for none.
+        ids_TK: Expert ids, -1 where there is no server.
         weights_TK: Router weights.
         rows_T: The tokens' numbers within the caller's batch.
         max_tokens: Most tokens of a piece.
     """
-    servers_TK = routes.choose(ids_TK)
     for start in range(0, len(ids_TK), max_tokens):
         block = slice(start, start + max_tokens)
         servers_bK = servers_TK[block]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torch_eaas.client_calls import Call, Piece, Sent, Share, split
 from torch_eaas.client_pairs import Connection
@@ -60,11 +61,12 @@ class CallEngine:
 
     def begin(self, call: Call) -> None:
         """Send a call's pieces; what finds no free slot follows in ``finish``."""
-        routes = self._await_holders(call)
+        routes, servers_TK = self._await_holders(call)
         now = self._clock()
         rows_T = np.arange(call.num_tokens)
         sent_to: Counter[str] = Counter()
-        for piece in split(routes, call.ids_TK, call.weights_TK, rows_T, self._config.max_tokens):
+        max_tokens = self._config.max_tokens
+        for piece in split(servers_TK, call.ids_TK, call.weights_TK, rows_T, max_tokens):
             name = routes.servers[piece.server]
             timeout = self._timeout(name) + sent_to[name]
             sent_to[name] += 1
@@ -84,14 +86,15 @@ class CallEngine:
 
     # -- sending -------------------------------------------------------------------------------
 
-    def _await_holders(self, call: Call) -> LayerRoutes:
-        """Return routes with a holder for every expert of the call; wait for one if need be."""
+    def _await_holders(self, call: Call) -> tuple[LayerRoutes, NDArray[np.int16]]:
+        """Return a holder for every expert of the call, ``(T, K)``; wait for one if need be."""
         deadline: float | None = None
         while True:
             routes = self._connections.routes(call.layer, call.num_experts)
-            lonely = (routes.choose(call.ids_TK) < 0) & (call.ids_TK >= 0)
-            if not lonely.any():
-                return routes
+            servers_TK = routes.choose(call.ids_TK)
+            lonely = servers_TK < 0
+            if not lonely.any() or not (lonely := lonely & (call.ids_TK >= 0)).any():
+                return routes, servers_TK
             now = self._clock()
             deadline = deadline or now + self._recovery_timeout
             if now > deadline:
@@ -120,7 +123,8 @@ class CallEngine:
             request.fate = Fate.LOST
             return True
         # a split batch leaves one slot for each other micro-batch
-        if call.slots_of(conn) >= self._slots_per_call:
+        is_split = call.num_tokens > self._config.max_tokens
+        if is_split and call.slots_of(conn) >= self._slots_per_call:
             return False
         slot = conn.take()
         if slot is None:
@@ -249,9 +253,11 @@ class CallEngine:
         routes = self._connections.routes(call.layer, call.num_experts)
         piece: Piece = share.piece
         ids_nK = piece.ids_nK.astype(np.int64)
-        if ((routes.choose(ids_nK) < 0) & (ids_nK >= 0)).any():
+        servers_nK = routes.choose(ids_nK)
+        if ((servers_nK < 0) & (ids_nK >= 0)).any():
             return []
-        pieces = split(routes, ids_nK, piece.weights_nK, piece.rows_n, self._config.max_tokens)
+        max_tokens = self._config.max_tokens
+        pieces = split(servers_nK, ids_nK, piece.weights_nK, piece.rows_n, max_tokens)
         return [Sent(part, routes.servers[part.server]) for part in pieces]
 
     def _expire(self, call: Call, share: Share, now: float) -> None:

@@ -71,7 +71,7 @@ class ClientConfig:
     """Who adds up a token's experts: the servers (``partial``) or the client (``exact``)."""
 
     fingerprint: str = ""
-    """The model that every server must serve; empty: that of the first server met."""
+    """The model that servers must serve, ``model`` or ``model:storage``; empty: the first met."""
 
     request_timeout: timedelta = timedelta(seconds=1)
     """One layer from dispatch to combine, failover included."""
@@ -125,7 +125,7 @@ class ServerConfig:
     """Most clients at once; one more is refused."""
 
     fingerprint: str = ""
-    """The model that the weights belong to; a client that names another one is refused."""
+    """What the weights are, ``model:storage``; a client that names another model is refused."""
 
     drain_timeout: timedelta = timedelta(seconds=20)
     """How long a drain may take before the server leaves all the same."""

@@ -229,7 +229,9 @@ class Connections:
         self._check(server, answer, [w.nbytes for w in windows])
         requests = windows[0].view
         windows[0].close()
-        self.fingerprint = self.fingerprint or answer["fingerprint"]
+        # in exact mode a row's bits must not depend on who holds its expert: all keep one storage
+        if not self.fingerprint or self._config.combine == "exact":
+            self.fingerprint = answer["fingerprint"] or self.fingerprint
         return Connection(
             server,
             link,

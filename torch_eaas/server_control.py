@@ -150,7 +150,8 @@ class ServerControl(Handler):
         self, client: str, fingerprint: str, spec: PairSpec, windows: Sequence[Window]
     ) -> None:
         own = self._config.fingerprint
-        if fingerprint and own and fingerprint != own:
+        # a client that names no storage takes any: "0123abcd" fits "0123abcd:bf16"
+        if fingerprint and own and fingerprint != own and not own.startswith(f"{fingerprint}:"):
             raise HandshakeRefused(
                 f"client {client} wants model {fingerprint}, server {self._config.name} has {own}"
             )

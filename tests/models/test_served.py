@@ -10,7 +10,7 @@ import torch
 import torch_eaas
 from torch_eaas.client import Client
 from torch_eaas.comm.loopback import LoopbackTransport
-from torch_eaas.config import ClientConfig, Storage
+from torch_eaas.config import ClientConfig, ServerConfig, Storage
 from torch_eaas.experts import ExpertPool
 from torch_eaas.models.checkpoint import Checkpoint
 from torch_eaas.models.load import load_client, load_local
@@ -34,8 +34,8 @@ def served(path: Path, storage: Storage) -> Iterator[Client]:
             for layer in shape.moe_layers:
                 for expert, weights in read_experts(checkpoint, layer, own, storage=storage):
                     pool.add(layer, expert, weights)
-            server = ExpertServer(pool, transport=transport).serve_in_background()
-            servers.append(stack.enter_context(server).address)
+            server = ExpertServer(pool, ServerConfig(name=f"server-{first}"), transport=transport)
+            servers.append(stack.enter_context(server.serve_in_background()).address)
         config = ClientConfig(hidden_size=shape.hidden_size, top_k=shape.top_k)
         client = Client(config, servers=servers, transport=transport)
         stack.callback(client.close)

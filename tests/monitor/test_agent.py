@@ -18,6 +18,7 @@ from torch_eaas.config import MonitorConfig
 from torch_eaas.errors import ConfigError
 from torch_eaas.monitor.agent import Announcement, MonitorAgent, fetch_placement
 from torch_eaas.monitor.app import MonitorHandle, serve_in_background
+from torch_eaas.monitor.link import MonitorLink
 from torch_eaas.placement import Placement
 
 SLOW = MonitorConfig(heartbeat=timedelta(seconds=20), lease=timedelta(seconds=60))
@@ -76,8 +77,8 @@ def free_port() -> int:
 
 
 def members(url: str, role: str) -> list[str]:
-    shown = httpx.get(url + "/members", trust_env=False).json()[role]
-    return [member["label"] for member in shown]
+    with MonitorLink(url, SHORT) as link:
+        return [member["label"] for member in link.call("GET", "/members")[role]]
 
 
 def test_a_client_learns_of_each_server(monitor: MonitorHandle, start: Start) -> None:
@@ -106,7 +107,7 @@ def test_a_model_that_is_announced_later_is_told(monitor: MonitorHandle, start: 
     party = start(monitor.url, server("s1", 2, {}, model=None))
     wait_until(lambda: party.names == ["s1"])
     party.said = replace(party.said, model=MODEL, holdings=ALL)
-    wait_until(lambda: httpx.get(monitor.url + "/readyz", trust_env=False).status_code == 200)
+    wait_until(lambda: party.placements[-1].servers[0].holdings == ALL)
 
 
 def test_counters_that_are_no_numbers_are_left_out(monitor: MonitorHandle, start: Start) -> None:
@@ -137,11 +138,14 @@ def test_refresh_fetches_in_the_callers_thread(start: Start) -> None:
         assert len(party.placements) == 2, "the same placement is not delivered again"
 
 
-def test_refresh_gives_up_in_time(black_hole: str, start: Start) -> None:
-    party = start(black_hole, client("c", 1))
+def test_nothing_waits_long_for_a_monitor_that_hangs(black_hole: str) -> None:
+    agent = MonitorAgent(black_hole, lambda: client("c", 1), lambda placement: None)
     began = time.monotonic()
-    assert not party.agent.refresh(timedelta(seconds=0.2))
+    assert not agent.refresh(timedelta(seconds=0.2))
     assert time.monotonic() - began < 1
+    began = time.monotonic()
+    agent.close()
+    assert time.monotonic() - began < 1.3
 
 
 def test_refresh_waits_in_vain_for_a_delivery_that_hangs(monitor: MonitorHandle) -> None:
@@ -162,19 +166,19 @@ def test_refresh_waits_in_vain_for_a_delivery_that_hangs(monitor: MonitorHandle)
 def test_placements_arrive_in_order_from_many_threads(monitor: MonitorHandle, start: Start) -> None:
     party = start(monitor.url, client("c", 1))
     callers = [
-        threading.Thread(target=lambda: [party.agent.refresh(SHORT) for _ in range(30)])
+        threading.Thread(target=lambda: [party.agent.refresh(SHORT) for _ in range(10)])
         for _ in range(4)
     ]
     for caller in callers:
         caller.start()
     with httpx.Client(base_url=monitor.url, trust_env=False) as http:
-        for i in range(40):
+        for i in range(20):
             http.post("/join", json=server("s", i + 2).to_json())
     for caller in callers:
         caller.join()
     assert party.agent.refresh(SHORT)
     assert party.orders == sorted(set(party.orders))
-    assert party.orders[-1] == (1, 41)
+    assert party.orders[-1] == (1, 21)
 
 
 def test_the_first_try_may_find_no_monitor(
@@ -182,7 +186,7 @@ def test_the_first_try_may_find_no_monitor(
 ) -> None:
     caplog.set_level(logging.INFO, "torch_eaas.monitor.agent")
     party = start(f"http://127.0.0.1:{free_port}", server("s1", 1))
-    time.sleep(1)
+    time.sleep(0.5)
     with serve_in_background(replace(FAST, port=free_port)) as handle:
         wait_until(lambda: party.names)
         assert members(handle.url, "servers") == ["s1"]
@@ -248,7 +252,7 @@ def test_a_replaced_life_waits_until_the_name_is_free(
     new = start(monitor.url, server("s1", 2, address="unix:@new"))
     wait_until(lambda: party.placements[-1].servers[0].address == "unix:@new")
     wait_until(lambda: "another life has taken the place of s1" in caplog.text)
-    time.sleep(1)
+    time.sleep(0.6)
     assert party.placements[-1].servers[0].address == "unix:@new"
     new.agent.close()
     wait_until(lambda: party.names and party.placements[-1].servers[0].address == "unix:@old")
@@ -297,14 +301,6 @@ def test_closing_leaves_and_is_safe_twice(monitor: MonitorHandle, start: Start) 
     party.agent.close()
     assert members(monitor.url, "clients") == []
     assert not party.agent.refresh(SHORT)
-
-
-def test_closing_takes_a_second_at_most_when_the_monitor_hangs(black_hole: str) -> None:
-    agent = MonitorAgent(black_hole, lambda: client("c", 1), lambda placement: None)
-    time.sleep(0.1)
-    began = time.monotonic()
-    agent.close()
-    assert time.monotonic() - began < 1.3
 
 
 def test_an_agent_may_be_closed_in_its_own_callback(monitor: MonitorHandle) -> None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 import torch_eaas
+from torch_eaas.monitor.app import MonitorHandle
 
 ROOT = Path(torch_eaas.__file__).parents[1]
 SERVE = """
@@ -60,10 +61,8 @@ def test_a_signal_ends_it_within_two_seconds_though_someone_listens(
     assert (process.returncode, out, err) == (0, "", "")
 
 
-def test_a_port_that_is_taken_ends_it_with_an_error(
-    served: tuple[subprocess.Popen[str], dict[str, Any]],
-) -> None:
-    port = served[1]["url"].rpartition(":")[2]
+def test_a_port_that_is_taken_ends_it_with_an_error(monitor: MonitorHandle) -> None:
+    port = monitor.url.rpartition(":")[2]
     second = python(SERVE.replace("MonitorConfig()", f"MonitorConfig(port={port})"))
     out, err = second.communicate(timeout=20)
     assert second.returncode != 0

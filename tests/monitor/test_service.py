@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 from planned import FAST, MONITOR, Cluster, server
@@ -37,7 +38,7 @@ def test_a_listener_that_reads_too_slowly_is_told_to_start_afresh() -> None:
 
 
 def test_a_tick_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
-    times = iter([RuntimeError("planned"), 1.0, 2.0])
+    times: Iterator[Exception | float] = iter([RuntimeError("planned"), 1.0, 2.0])
     done = asyncio.Event()
 
     def clock() -> float:

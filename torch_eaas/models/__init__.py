@@ -1,1 +1,1 @@
-"""TODO."""
+"""Checkpoints as published: what a server reads of its experts, and a client of the rest."""

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 _SHORTEST_HEARTBEAT = 0.01
 _FIRST_RETRY = 0.1
 _LAST_RETRY = 2.0
-_CALLBACK_RETRY = 0.5
 _CLOSE_SECONDS = 1.0
 _LEAVE_TIMEOUT = timedelta(seconds=0.5)
 _DELIVERY_SECONDS = 1.0
@@ -44,7 +43,6 @@ class _Session:
     identity: tuple[object, ...]
     holdings: Holdings
     heartbeat: float
-    lease: float
 
 
 class MonitorAgent:
@@ -86,6 +84,7 @@ class MonitorAgent:
         self._session: _Session | None = None
         # a life that another one has replaced never pushes that one out again
         self._displaced = False
+        self._lease = LEASE.total_seconds()
         self._retry = _FIRST_RETRY
         self._trouble = ""
         self._random = random.Random()
@@ -163,17 +162,17 @@ class MonitorAgent:
             delay = self._report(self._announce())
         except RequestRefused as error:
             self._say(str(error), logging.ERROR, "the monitor refuses this member: %s", error)
-            return self._session.heartbeat if self._session is not None else _LAST_RETRY
+            return self._session.heartbeat if self._session is not None else self._longest_retry
         except TransportError as error:
             text = "the monitor is away, requests go on without it: %s"
             self._say("away", logging.WARNING, text, error)
-            self._retry = min(2 * self._retry, self._longest_retry())
+            self._retry = min(2 * self._retry, self._longest_retry)
             return self._retry
         except Exception as error:
             # a fault of the member's own callback, which may be sound again next time
             text = "this member's callback failed: %r"
             self._say(repr(error), logging.ERROR, text, error, exc_info=True)
-            return _CALLBACK_RETRY
+            return self._longest_retry
         self._retry = _FIRST_RETRY
         return delay
 
@@ -185,7 +184,7 @@ class MonitorAgent:
                 self._session, self._displaced = None, True
                 text = "another life has taken the place of %s, which waits until the name is free"
                 self._say("gone", logging.ERROR, text, said.name)
-                return session.lease
+                return self._lease
             if reply.status == "unknown":
                 session = self._session = None
         else:
@@ -207,8 +206,8 @@ class MonitorAgent:
             identity=said.identity,
             holdings=dict(said.holdings),
             heartbeat=max(reply.heartbeat, _SHORTEST_HEARTBEAT),
-            lease=reply.lease,
         )
+        self._lease = reply.lease
         return self._session, reply
 
     def _beat(self, said: Announcement, session: _Session) -> Reply:
@@ -229,10 +228,10 @@ class MonitorAgent:
         except TransportError as error:
             logger.debug("could not leave: %s", error)
 
+    @property
     def _longest_retry(self) -> float:
         # a monitor that was only away for a moment must hear from its members within a lease
-        lease = self._session.lease if self._session is not None else LEASE.total_seconds()
-        return min(_LAST_RETRY, lease / 4)
+        return min(_LAST_RETRY, self._lease / 4)
 
     def _say(self, kind: str, level: int, text: str, *args: object, exc_info: bool = False) -> None:
         """Log a trouble once, until another one or its end."""

@@ -67,7 +67,11 @@ class Original:
         """Return whether one alternative is complete; the first that is becomes the winner."""
         if self.winner is None:
             for requests in self._alternatives:
-                if all(request.fate is Fate.ANSWERED for request in requests):
+                # a plain loop: this runs once a server and layer, and generators cost
+                for request in requests:
+                    if request.fate is not Fate.ANSWERED:
+                        break
+                else:
                     self.winner = requests
                     break
         return self.winner is not None

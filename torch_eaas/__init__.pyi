@@ -1,0 +1,31 @@
+from torch_eaas.client import Client as Client
+from torch_eaas.comm.loopback import LoopbackTransport as LoopbackTransport
+from torch_eaas.comm.shared_memory import SharedMemoryTransport as SharedMemoryTransport
+from torch_eaas.config import ClientConfig as ClientConfig
+from torch_eaas.config import MonitorConfig as MonitorConfig
+from torch_eaas.config import ServerConfig as ServerConfig
+from torch_eaas.errors import CheckpointError as CheckpointError
+from torch_eaas.errors import ConfigError as ConfigError
+from torch_eaas.errors import EaasError as EaasError
+from torch_eaas.errors import ExpertUnavailable as ExpertUnavailable
+from torch_eaas.errors import HandshakeRefused as HandshakeRefused
+from torch_eaas.errors import InferenceOnlyError as InferenceOnlyError
+from torch_eaas.errors import PeerGone as PeerGone
+from torch_eaas.errors import PeerTimeout as PeerTimeout
+from torch_eaas.errors import RequestRefused as RequestRefused
+from torch_eaas.errors import StalePeer as StalePeer
+from torch_eaas.errors import TransportError as TransportError
+from torch_eaas.experts import ExpertPool as ExpertPool
+from torch_eaas.experts import ExpertWeights as ExpertWeights
+from torch_eaas.models.load import load_client as load_client
+from torch_eaas.models.load import load_local as load_local
+from torch_eaas.monitor.announcement import ModelInfo as ModelInfo
+from torch_eaas.placement import Placement as Placement
+from torch_eaas.placement import share as share
+from torch_eaas.remote_moe import RemoteExperts as RemoteExperts
+from torch_eaas.remote_moe import RemoteMoE as RemoteMoE
+from torch_eaas.routers import GroupLimitedRouter as GroupLimitedRouter
+from torch_eaas.routers import SoftmaxTopKRouter as SoftmaxTopKRouter
+from torch_eaas.server import ExpertServer as ExpertServer
+
+__version__: str
