@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 import torch_eaas
 
 ROOT = Path(torch_eaas.__file__).parent
@@ -25,12 +27,8 @@ def test_the_stub_lists_the_same_names_as_the_package() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    try:
-        torch_eaas.NoSuchThing  # type: ignore[attr-defined]  # noqa: B018 - that is the test
-    except AttributeError as error:
-        assert "NoSuchThing" in str(error)
-    else:
-        raise AssertionError("no error")
+    with pytest.raises(AttributeError, match="NoSuchThing"):
+        _ = torch_eaas.NoSuchThing  # type: ignore[attr-defined]  # that is the test
 
 
 def _seconds(code: str) -> float:

@@ -107,7 +107,7 @@ class Sent(Request):
 class Share(Original):
     """What one server was first asked to contribute to one block of tokens."""
 
-    __slots__ = ("piece", "recovering", "refusal", "retry_at")
+    __slots__ = ("failed", "piece", "recovering", "refusal", "retry_at")
 
     def __init__(self, piece: Piece, now: float, hedge_after: float, timeout: float) -> None:
         super().__init__(now, hedge_after, timeout)
@@ -115,6 +115,7 @@ class Share(Original):
         self.recovering = False
         self.retry_at: float | None = None
         self.refusal = ""
+        self.failed = False
 
 
 class Call:

@@ -193,6 +193,7 @@ class CallEngine:
         for share in call.shares:
             if request in share.requests():
                 share.refusal = f"{conn.name}: {text}"
+                share.failed |= status is Status.INTERNAL
 
     # -- failing over --------------------------------------------------------------------------
 
@@ -237,6 +238,9 @@ class CallEngine:
                 share.deadline = max(share.deadline, now + self._recovery_timeout)
             return
         again = any(request.server in share.tried for request in requests)
+        if again and share.failed:
+            # its experts raise on this input: asking the same ones again changes nothing
+            self._expire(call, share, now)
         if again and now < share.retry_at:
             return
         if share.recovering:

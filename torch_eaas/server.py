@@ -99,7 +99,7 @@ class ExpertServer:
 
     def step(self) -> int:
         """Serve one batch of what is ready now, in this thread; return the frames answered."""
-        with self._control.lock:
+        with self._control.writing:
             pairs = self._control.pairs
             now = self._clock()
             ready = False

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class ServerControl(Handler):
     """Keeps the list of a server's pairs, and answers control calls about them.
 
-    The serving loop holds ``lock`` while it reads and writes windows, so a pair that was taken
-    off the list under it is never written again.
+    The serving loop holds ``writing`` while it reads and writes windows, so a pair that was taken
+    off the list is never written again once ``writing`` has been free.
 
     Args:
         config: The server's options.
@@ -65,7 +65,8 @@ class ServerControl(Handler):
         self._epochs = ServerEpochs()
         self._registry = CollectorRegistry()
         self._registry.register(_Counters(self))
-        self.lock = threading.Lock()
+        self._changing = threading.Lock()
+        self.writing = threading.Lock()
         self.pairs: tuple[ServerPair, ...] = ()
         self.state: ServerState = "serving"
 
@@ -133,7 +134,7 @@ class ServerControl(Handler):
             now=self._clock(),
         )
         self._drop(lambda old: old.instance == instance)
-        with self.lock:
+        with self._changing:
             self.pairs = (*self.pairs, pair)
         self._transport.ring()
         logger.info(
@@ -176,14 +177,16 @@ class ServerControl(Handler):
         """Write into an epoch's window no more; the answer says that this is so."""
         instance, epoch = int(str(body.get("instance", "0")), 16), body.get("epoch")
         self._drop(lambda pair: pair.instance == instance and pair.epoch == epoch)
-        return {"closed": epoch}
+        with self.writing:
+            # the batch that may still have been writing is done
+            return {"closed": epoch}
 
     def _start_drain(self, peer: int, body: Json) -> Json:
         self._drain()
         return {"state": "draining"}
 
     def _drop(self, is_dropped: Callable[[ServerPair], bool]) -> None:
-        with self.lock:
+        with self._changing:
             self.pairs = tuple(pair for pair in self.pairs if not is_dropped(pair))
 
 

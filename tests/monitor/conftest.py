@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from planned import FAST
 
+from tests.monitor.planned import FAST
 from torch_eaas.monitor.app import MonitorHandle, serve_in_background
 
 
@@ -21,7 +21,7 @@ def calm() -> Iterator[httpx.Client]:
     """A client of a monitor that no member joins, shared by the tests of a file."""
     with (
         serve_in_background(FAST) as handle,
-        httpx.Client(base_url=handle.url, trust_env=False, timeout=5) as client,
+        httpx.Client(base_url=handle.url, trust_env=False, verify=False, timeout=5) as client,
     ):
         yield client
 
@@ -29,5 +29,5 @@ def calm() -> Iterator[httpx.Client]:
 @pytest.fixture
 def http(monitor: MonitorHandle) -> Iterator[httpx.Client]:
     """A client of that monitor."""
-    with httpx.Client(base_url=monitor.url, trust_env=False, timeout=5) as client:
+    with httpx.Client(base_url=monitor.url, trust_env=False, verify=False, timeout=5) as client:
         yield client

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -9,13 +10,16 @@ from typing import Any
 
 import httpx
 import pytest
-from planned import FAST, client, server, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.monitor.planned import FAST, client, server, wait_until
 from torch_eaas.config import MonitorConfig
-from torch_eaas.errors import ConfigError
+from torch_eaas.errors import ConfigError, PeerTimeout, TransportError
+from torch_eaas.monitor import app
 from torch_eaas.monitor.app import MonitorHandle, serve_in_background
 from torch_eaas.monitor.schemas import MAX_BODY_BYTES
+from torch_eaas.monitor.service import Service
+from torch_eaas.monitor.serving import MonitorServer
 from torch_eaas.placement import Placement
 
 LIFE = "00000000000000a1"
@@ -140,6 +144,15 @@ def test_a_wrong_path_is_an_error_in_json(calm: httpx.Client, method: str, path:
     assert list(answer.json()) == ["error"]
 
 
+def test_an_answer_does_not_wait_for_a_delayed_acknowledgement(calm: httpx.Client) -> None:
+    times = []
+    for _ in range(15):
+        began = time.monotonic()
+        calm.post("/heartbeat", json={"instance": LIFE})
+        times.append(time.monotonic() - began)
+    assert sorted(times)[7] < 0.03, "TCP_NODELAY is missing: 40 ms an answer"
+
+
 def test_the_metrics_count_members_and_pass_their_counters_on(http: httpx.Client) -> None:
     http.post("/join", json={**SERVER, "holdings": {"1": [0, 1]}})
     http.post("/join", json=client('c"1', 0xC1).to_json())
@@ -212,7 +225,7 @@ def test_a_listener_hears_of_a_change_when_it_happens(http: httpx.Client) -> Non
 
 def test_closing_a_monitor_is_quick_with_a_listener_and_safe_twice() -> None:
     handle = serve_in_background(FAST)
-    with httpx.stream("GET", handle.url + "/events", trust_env=False) as answer:
+    with httpx.stream("GET", handle.url + "/events", trust_env=False, verify=False) as answer:
         lines = answer.iter_lines()
         next(lines)
         start = time.monotonic()
@@ -225,7 +238,9 @@ def test_closing_a_monitor_is_quick_with_a_listener_and_safe_twice() -> None:
 def test_a_background_monitor_answers_at_once_many_times_over() -> None:
     for _ in range(4):
         with serve_in_background(FAST) as handle:
-            assert httpx.get(handle.url + "/healthz", trust_env=False).status_code == 200
+            assert (
+                httpx.get(handle.url + "/healthz", trust_env=False, verify=False).status_code == 200
+            )
 
 
 def test_many_monitors_at_once_take_different_ports() -> None:
@@ -239,6 +254,42 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(monitor: MonitorHandle) 
     port = int(monitor.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: .*in use"):
         serve_in_background(MonitorConfig(port=port))
+
+
+def test_a_start_that_fails_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(service: Service) -> None:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr(Service, "run", fail)
+    with pytest.raises(TransportError, match=r"monitor at http://\S+ did not start; its log"):
+        serve_in_background(FAST)
+    assert "planned" in caplog.text
+
+
+def test_a_start_that_hangs_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = MonitorServer.startup
+
+    async def slow(server: MonitorServer, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.sleep(0.3)
+        await start(server, sockets)
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(MonitorServer, "startup", slow)
+    monkeypatch.setattr(app, "_START_SECONDS", 0.05)
+    with pytest.raises(PeerTimeout, match=r"monitor at http://\S+ did not start in 0.05 s"):
+        serve_in_background(FAST)
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_stop_that_hangs_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = serve_in_background(FAST)
+    with monkeypatch.context() as patch:
+        patch.setattr(app, "_STOP_SECONDS", 0.0)
+        with pytest.raises(PeerTimeout, match=r"monitor at http://\S+ did not stop in 0 s"):
+            handle.close()
+    handle.close()
 
 
 def test_a_host_that_is_not_here_is_an_error() -> None:
@@ -262,11 +313,11 @@ def test_the_url_is_one_that_can_be_called(host: str, prefix: str) -> None:
             pytest.skip("this machine has no IPv6 loopback")
     with serve_in_background(MonitorConfig(host=host)) as handle:
         assert handle.url.startswith(prefix)
-        assert httpx.get(handle.url + "/healthz", trust_env=False).status_code == 200
+        assert httpx.get(handle.url + "/healthz", trust_env=False, verify=False).status_code == 200
 
 
 def test_the_defaults_are_what_members_are_asked_for() -> None:
     config = MonitorConfig(heartbeat=timedelta(seconds=2), lease=timedelta(seconds=7))
     with serve_in_background(config) as handle:
-        joined = httpx.post(handle.url + "/join", json=SERVER, trust_env=False).json()
+        joined = httpx.post(handle.url + "/join", json=SERVER, trust_env=False, verify=False).json()
     assert (joined["heartbeat"], joined["lease"]) == (2, 7)

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from planned import MONITOR
 
+from tests.monitor.planned import MONITOR
 from torch_eaas.monitor.events import EventLog
 
 LIFE = f"{MONITOR:016x}"

@@ -3,8 +3,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from planned import ALL, LEASE, MONITOR, Cluster, client, server
 
+from tests.monitor.planned import ALL, LEASE, MONITOR, Cluster, client, server
 from torch_eaas.errors import ConfigError
 from torch_eaas.monitor.announcement import Known, ModelInfo
 from torch_eaas.placement import Holdings

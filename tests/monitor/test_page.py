@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 
 import httpx
 import pytest
-from planned import MODEL, Cluster, client, server
 
+from tests.monitor.planned import MODEL, Cluster, client, server
 from torch_eaas.monitor.page import render_page
 from torch_eaas.monitor.views import members_json, ready_json
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from planned import FAST, MONITOR, Cluster, server
 
+from tests.monitor.planned import FAST, MONITOR, Cluster, server
 from torch_eaas.monitor.members import Members
 from torch_eaas.monitor.service import Service
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from planned import LEASE, MONITOR, OTHER, Cluster, client, server
 
+from tests.monitor.planned import LEASE, MONITOR, OTHER, Cluster, client, server
 from torch_eaas.monitor.announcement import Known
 
 

@@ -86,8 +86,9 @@ class _LoopbackListener(Listener):
         if not self.closed:
             self.closed = True
             self._transport.forget(self._address)
-            for peer in list(self.peers):
-                self.end(peer)
+            peers, self.peers = self.peers, set()
+            for peer in peers:
+                self.handler.gone(peer)
 
     def end(self, peer: int) -> None:
         """End one connection, as often as it is asked."""

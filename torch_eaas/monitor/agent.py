@@ -152,7 +152,7 @@ class MonitorAgent:
         with self._link:
             while not self._stopping.is_set():
                 delay = self._turn()
-                self._wake.wait(delay * self._random.uniform(0.75, 1.0))
+                self._wake.wait(delay)
                 self._wake.clear()
             self._leave()
 
@@ -162,18 +162,24 @@ class MonitorAgent:
             delay = self._report(self._announce())
         except RequestRefused as error:
             self._say(str(error), logging.ERROR, "the monitor refuses this member: %s", error)
-            return self._session.heartbeat if self._session is not None else self._longest_retry
+            # a member whose heartbeat was refused is alive all the same
+            delay = self._back_off() if self._session is None else self._session.heartbeat
         except TransportError as error:
             text = "the monitor is away, requests go on without it: %s"
             self._say("away", logging.WARNING, text, error)
-            self._retry = min(2 * self._retry, self._longest_retry)
-            return self._retry
+            delay = self._back_off()
         except Exception as error:
             # a fault of the member's own callback, which may be sound again next time
             text = "this member's callback failed: %r"
             self._say(repr(error), logging.ERROR, text, error, exc_info=True)
-            return self._longest_retry
-        self._retry = _FIRST_RETRY
+            delay = self._back_off()
+        else:
+            self._retry = _FIRST_RETRY
+        return delay * self._random.uniform(0.75, 1.0)
+
+    def _back_off(self) -> float:
+        # a monitor that was only away for a moment must hear from its members within a lease
+        self._retry, delay = min(2 * self._retry, _LAST_RETRY, self._lease / 4), self._retry
         return delay
 
     def _report(self, said: Announcement) -> float:
@@ -191,11 +197,11 @@ class MonitorAgent:
             session = self._session = None
         if session is None:
             session, reply = self._join(said)
-        if self._trouble:
-            logger.warning("the monitor %s is back and knows %s", self.url, said.name)
-            self._trouble = ""
         if reply.order > self._known.order:
             self._deliver(*self._link.placement(), _DELIVERY_SECONDS)
+        if self._trouble:
+            logger.warning("the monitor %s knows %s again", self.url, said.name)
+            self._trouble = ""
         return session.heartbeat
 
     def _join(self, said: Announcement) -> tuple[_Session, Reply]:
@@ -227,11 +233,6 @@ class MonitorAgent:
             self._link.call("POST", "/leave", body, _LEAVE_TIMEOUT)
         except TransportError as error:
             logger.debug("could not leave: %s", error)
-
-    @property
-    def _longest_retry(self) -> float:
-        # a monitor that was only away for a moment must hear from its members within a lease
-        return min(_LAST_RETRY, self._lease / 4)
 
     def _say(self, kind: str, level: int, text: str, *args: object, exc_info: bool = False) -> None:
         """Log a trouble once, until another one or its end."""

@@ -27,7 +27,17 @@ def open_socket(host: str, port: int) -> socket.socket:
         (family, _, _, _, address), *_ = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        return socket.create_server(address[:2], family=family, backlog=1024)
+        # asyncio sets TCP_NODELAY only where the socket says that it is TCP; without it each
+        # answer waits 40 ms for a delayed acknowledgement
+        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(1024)
+        except OSError:
+            sock.close()
+            raise
+        return sock
     except OSError as error:
         raise ConfigError(f"the monitor cannot listen on {host}:{port}: {error}") from error
 

@@ -1,0 +1,23 @@
+"""Run one benchmark: ``python -m benchmarks NAME --json FILE``."""
+
+import sys
+
+from benchmarks.harness import Case, main
+
+CASES = (
+    Case(
+        name="transport",
+        summary="round trips over shared memory, against a C loop, Pipe, gloo and zmq",
+        module="benchmarks.transport",
+        tests=("tests/protocol", "tests/comm", "tests/test_server_pairs.py"),
+    ),
+    Case(
+        name="layer",
+        summary="a layer with remote experts, against the same layer with local ones",
+        module="benchmarks.layer",
+        tests=("tests/ops", "tests/test_experts.py", "tests/test_client*.py"),
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], CASES))

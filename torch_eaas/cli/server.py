@@ -1,0 +1,96 @@
+"""``torch-eaas server``: serve some of a checkpoint's experts."""
+
+import os
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import get_args
+
+from torch_eaas.cli import arguments
+from torch_eaas.cli.environment import set_threads
+from torch_eaas.cli.verb import Verb
+from torch_eaas.config import Storage
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its directory")
+    parser.add_argument("--monitor", metavar="URL", help="the monitor to join, if any")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--share",
+        type=arguments.share,
+        default=(0, 1),
+        metavar="INDEX/COUNT",
+        help="serve this server's part of the experts of every layer, of COUNT servers (0/1)",
+    )
+    which.add_argument(
+        "--experts",
+        type=arguments.expert_ids,
+        metavar="IDS",
+        help="serve these experts of every layer, like 0-7,12",
+    )
+    parser.add_argument(
+        "--copies",
+        type=arguments.count,
+        default=1,
+        help="servers that hold each expert, with --share (%(default)s)",
+    )
+    parser.add_argument(
+        "--storage",
+        choices=get_args(Storage),
+        default="fp32",
+        help="how weights are kept (%(default)s); fp8 saves memory, not time",
+    )
+    parser.add_argument("--name", help="unique among the servers (server-INDEX or server-PID)")
+    parser.add_argument(
+        "--address", default="", help="control endpoint, unix:/path or unix:@name (any)"
+    )
+    parser.add_argument(
+        "--max-rows",
+        type=arguments.count,
+        default=2048,
+        help="most (token, expert) rows of one batch (%(default)s)",
+    )
+    parser.add_argument(
+        "--threads", type=arguments.count, default=1, help="threads of the experts (%(default)s)"
+    )
+
+
+def run(args: Namespace, parser: ArgumentParser) -> int:
+    """Load the experts and serve them until a signal comes."""
+    index, count = args.share
+    if args.experts is not None and args.copies != 1:
+        parser.error("--copies goes with --share, not with --experts")
+    if args.experts is None and args.copies > count:
+        parser.error(f"--copies must be at most the number of servers ({count}), got {args.copies}")
+    set_threads(args.threads)
+    # torch is imported only now
+    from torch_eaas.cli.serving import ServeOptions, serve
+
+    return serve(
+        ServeOptions(
+            checkpoint=args.checkpoint,
+            monitor=args.monitor,
+            share=args.share,
+            copies=args.copies,
+            experts=args.experts,
+            storage=args.storage,
+            name=args.name or f"server-{index if count > 1 else os.getpid()}",
+            address=args.address,
+            max_rows=args.max_rows,
+            threads=args.threads,
+        )
+    )
+
+
+VERB = Verb(
+    name="server",
+    summary="serve some of a checkpoint's experts",
+    description=(
+        "Serve some of a checkpoint's experts; of the checkpoint only their bytes are read. One "
+        "line of JSON on stdout says when clients may come. SIGTERM or SIGINT drains: clients go "
+        "to other holders first. A second one ends it at once."
+    ),
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,166 @@
+"""The process behind ``torch-eaas server``: read some experts, serve them, drain at a signal."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from torch_eaas.config import ServerConfig, Storage
+from torch_eaas.errors import ConfigError
+from torch_eaas.experts import ExpertPool
+from torch_eaas.models.checkpoint import SCALE_SUFFIX, Checkpoint
+from torch_eaas.models.family import MoeShape
+from torch_eaas.models.moe import find_family, read_experts, read_shape
+from torch_eaas.monitor.announcement import ModelInfo
+from torch_eaas.placement import Holdings, share
+from torch_eaas.server import ExpertServer
+
+_READ_TOGETHER = 16
+"""Experts that are in memory twice while they are read: as stored, and as the pool keeps them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What one server process serves, and how."""
+
+    checkpoint: Path
+    """The checkpoint's directory."""
+
+    monitor: str | None
+    """The monitor's URL, if there is one."""
+
+    share: tuple[int, int]
+    """Index and count of servers among which the experts are dealt."""
+
+    copies: int
+    """Servers that hold each expert."""
+
+    experts: tuple[int, ...] | None
+    """The experts of every layer, instead of a share."""
+
+    storage: Storage
+    """How weights are kept."""
+
+    name: str
+    """Unique among the servers."""
+
+    address: str
+    """Control endpoint; empty for any."""
+
+    max_rows: int
+    """Most rows of one batch."""
+
+    threads: int
+    """Threads of the experts."""
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve until a drain has ended; return the exit code."""
+    torch.set_num_threads(options.threads)
+    started = time.monotonic()
+    with Checkpoint(options.checkpoint) as checkpoint:
+        shape = read_shape(checkpoint)
+        holdings = _holdings(options, shape)
+        pool = _read_pool(checkpoint, shape, holdings, options.storage)
+        told = {
+            "bytes_read": checkpoint.bytes_read,
+            "bytes_held": sum(_sizes(checkpoint, holdings)),
+            "header_bytes": checkpoint.header_bytes_read,
+            "load_seconds": round(time.monotonic() - started, 3),
+        }
+    fingerprint = fingerprint_of(shape, options.storage)
+    server = ExpertServer(
+        pool,
+        ServerConfig(
+            name=options.name,
+            address=options.address,
+            max_rows=options.max_rows,
+            fingerprint=fingerprint,
+        ),
+        monitor=options.monitor,
+        model=ModelInfo(
+            fingerprint=fingerprint, layers=shape.moe_layers, num_experts=shape.num_experts
+        ),
+    )
+    _drain_on_signals(server)
+    # what is alive now stays so: a full collection would only stop the server to find that out
+    gc.freeze()
+    print(json.dumps({**_identity(server, fingerprint), **told}), flush=True)
+    server.serve()
+    return 0
+
+
+def fingerprint_of(shape: MoeShape, storage: Storage) -> str:
+    """Return what a client and all its servers must agree on: the checkpoint and the storage."""
+    return f"{shape.fingerprint}-{storage}"
+
+
+def _holdings(options: ServeOptions, shape: MoeShape) -> Holdings:
+    if options.experts is None:
+        index, count = options.share
+        return share(
+            shape.moe_layers, shape.num_experts, index, count, copies=options.copies
+        )
+    if options.experts[-1] >= shape.num_experts:
+        raise ConfigError(
+            f"the checkpoint's layers have experts 0 to {shape.num_experts - 1}, "
+            f"got {options.experts[-1]}"
+        )
+    return dict.fromkeys(shape.moe_layers, options.experts)
+
+
+def _read_pool(
+    checkpoint: Checkpoint, shape: MoeShape, holdings: Holdings, storage: Storage
+) -> ExpertPool:
+    pool = ExpertPool(shape.hidden_size, shape.intermediate_size, storage=storage)
+    for layer, experts in holdings.items():
+        for at in range(0, len(experts), _READ_TOGETHER):
+            some = experts[at : at + _READ_TOGETHER]
+            read = read_experts(checkpoint, layer, some, storage=storage)
+            pool.update({(layer, expert): weights for expert, weights in read})
+    return pool
+
+
+def _sizes(checkpoint: Checkpoint, holdings: Holdings) -> Iterator[int]:
+    """Yield the size in the checkpoint of each tensor that belongs to a held expert."""
+    family = find_family(checkpoint.config)
+    for layer, experts in holdings.items():
+        for expert in experts:
+            for name in family.expert_names(layer, expert):
+                for tensor in (name, name + SCALE_SUFFIX):
+                    if tensor in checkpoint.names:
+                        yield checkpoint.info(tensor).num_bytes
+
+
+def _identity(server: ExpertServer, fingerprint: str) -> Mapping[str, object]:
+    return {
+        "ready": "server",
+        "name": server.config.name,
+        "address": server.address,
+        "pid": os.getpid(),
+        "instance": f"{server.instance:016x}",
+        "fingerprint": fingerprint,
+        "experts": {str(layer): list(ids) for layer, ids in server.experts.holdings.items()},
+    }
+
+
+def _drain_on_signals(server: ExpertServer) -> None:
+    """Drain at the first SIGTERM or SIGINT; the second one ends the process at once."""
+
+    def drain(number: int, frame: FrameType | None) -> None:
+        # from here on the kernel acts, also while a native call keeps Python from running
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        server.drain()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, drain)

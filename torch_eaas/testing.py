@@ -1,0 +1,207 @@
+"""Clusters within one process, experts of a planned delay, random weights: for users' tests too.
+
+Shape legend: T tokens, K experts per token, D hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torch_eaas.client import Client
+from torch_eaas.comm.loopback import LoopbackTransport
+from torch_eaas.comm.transport import Transport
+from torch_eaas.config import ClientConfig, ServerConfig, Storage
+from torch_eaas.errors import ConfigError
+from torch_eaas.experts import ExpertPool, ExpertWeights, GroupTable
+from torch_eaas.placement import Holdings, share
+from torch_eaas.server import ExpertServer
+from torch_eaas.server_batch import Experts
+
+Weights = Mapping[tuple[int, int], ExpertWeights]
+"""(layer, expert) to that expert's matrices."""
+
+
+class DelayedExperts(Experts):
+    """Experts that take a planned time and no core: each batch sleeps, then answers.
+
+    Args:
+        hidden_size: D.
+        holdings: Layer to the ids of the experts held.
+        delay: How long each batch takes, beside what ``pool`` takes.
+        pool: What computes the answers, which must hold ``holdings``; without one they are zeros.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        holdings: Holdings,
+        delay: timedelta,
+        *,
+        pool: ExpertPool | None = None,
+    ) -> None:
+        if pool is not None and pool.hidden_size != hidden_size:
+            raise ConfigError(f"the pool has hidden size {pool.hidden_size}, not {hidden_size}")
+        self._hidden_size = hidden_size
+        self._holdings = holdings
+        self._pool = pool
+        self.delay = delay
+        nobody: Any = None
+        self._table = GroupTable(
+            {(layer, expert): nobody for layer, ids in holdings.items() for expert in ids}
+        )
+
+    @property
+    @override
+    def hidden_size(self) -> int:
+        return self._hidden_size
+
+    @property
+    @override
+    def holdings(self) -> Holdings:
+        return self._holdings
+
+    @property
+    @override
+    def table(self) -> GroupTable:
+        return self._table if self._pool is None else self._pool.table
+
+    @override
+    def run(
+        self,
+        table: GroupTable,
+        x_TD: Tensor,
+        groups_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        per_expert: bool,
+    ) -> Tensor:
+        if self.delay > timedelta(0):
+            time.sleep(self.delay.total_seconds())
+        if self._pool is not None:
+            return self._pool.run(table, x_TD, groups_TK, weights_TK, per_expert=per_expert)
+        num_tokens, top_k = groups_TK.shape
+        if per_expert:
+            return torch.zeros(num_tokens, top_k, self._hidden_size)
+        return torch.zeros(num_tokens, self._hidden_size)
+
+
+def random_experts(
+    hidden_size: int, intermediate_size: int, layers: list[int], num_experts: int, seed: int
+) -> dict[tuple[int, int], ExpertWeights]:
+    """Return random fp32 weights of every expert of some layers; the same for the same seed.
+
+    Their scale keeps outputs near the size of the inputs.
+
+    Args:
+        hidden_size: D.
+        intermediate_size: I.
+        layers: The layers' numbers.
+        num_experts: Experts of each layer.
+        seed: Of the generator.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    wide = (intermediate_size, hidden_size)
+    return {
+        (layer, expert): ExpertWeights(matrix(*wide), matrix(*wide), matrix(*wide[::-1]))
+        for layer in layers
+        for expert in range(num_experts)
+    }
+
+
+class LocalCluster:
+    """Servers in threads of this process, and clients of theirs; a context manager.
+
+    Args:
+        weights: All experts. Each layer must have the experts 0 to E - 1.
+        servers: How many servers share them.
+        copies: Servers that hold each expert.
+        storage: How they keep the weights.
+        transport: How clients reach them; the default is loopback.
+
+    Example::
+
+        weights = random_experts(64, 32, layers=[0], num_experts=8, seed=0)
+        with LocalCluster(weights, servers=3, copies=2) as cluster:
+            client = cluster.client(top_k=2)
+            experts = RemoteExperts(client, layer=0, num_experts=8, top_k=2)
+            cluster.kill(0)
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        servers: int = 3,
+        copies: int = 1,
+        storage: Storage = "fp32",
+        transport: Transport | None = None,
+    ) -> None:
+        self.transport = transport or LoopbackTransport()
+        self.layers = sorted({layer for layer, _ in weights})
+        self.num_experts = 1 + max(expert for _, expert in weights)
+        self.intermediate_size, self.hidden_size = next(iter(weights.values())).gate_ID.shape
+        self._stack = ExitStack()
+        self._killed: set[int] = set()
+        self.servers = [
+            self._server(weights, index, servers, copies, storage) for index in range(servers)
+        ]
+
+    def client(self, *, top_k: int, **options: Any) -> Client:
+        """Return a client with a pair to every live server; it closes with the cluster.
+
+        Args:
+            top_k: Experts per token.
+            options: More fields of ``ClientConfig``.
+        """
+        config = ClientConfig(hidden_size=self.hidden_size, top_k=top_k, **options)
+        addresses = [s.address for i, s in enumerate(self.servers) if i not in self._killed]
+        client = Client(config, servers=addresses, transport=self.transport)
+        self._stack.enter_context(client)
+        client.wait_ready(self.layers, self.num_experts)
+        return client
+
+    def kill(self, index: int) -> None:
+        """End a server as SIGKILL would: what waits for it is not answered.
+
+        A batch that it runs at this moment still ends, since a thread cannot be killed.
+        """
+        if index not in self._killed:
+            self._killed.add(index)
+            server = self.servers[index]
+            # the pairs end before the loop does, so that it finds nobody left to answer
+            server._listener.close()
+            server.close()
+
+    def close(self) -> None:
+        """Close all clients and servers; safe twice."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _server(
+        self, weights: Weights, index: int, count: int, copies: int, storage: Storage
+    ) -> ExpertServer:
+        pool = ExpertPool(self.hidden_size, self.intermediate_size, storage=storage)
+        held = share(self.layers, self.num_experts, index, count, copies=copies)
+        pool.update({(layer, e): weights[layer, e] for layer, ids in held.items() for e in ids})
+        server = ExpertServer(
+            pool, ServerConfig(name=f"server-{index}"), transport=self.transport
+        )
+        self._stack.enter_context(server)
+        return server.serve_in_background()
