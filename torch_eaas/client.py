@@ -87,7 +87,8 @@ class Client:
         )
         self._closed = threading.Event()
         self._directory.refresh()
-        self._connections.maintain()
+        self._background = background
+        self._connections.maintain(in_threads=background)
         if background:
             threading.Thread(target=self._maintain, name="eaas-pairs", daemon=True).start()
 
@@ -189,7 +190,7 @@ class Client:
     def maintain(self) -> None:
         """Open, re-open and close pairs now; a background thread does it otherwise."""
         self._directory.tend()
-        self._connections.maintain()
+        self._connections.maintain(in_threads=self._background)
 
     @property
     def placement(self) -> Placement:

@@ -169,7 +169,7 @@ class CallEngine:
         conn = request.conn
         assert conn is not None
         header = conn.header(request.slot)
-        conn.pair.heard_from()
+        self._connections.heard(conn)
         if (header.instance, header.epoch) != (self._instance, conn.epoch):
             request.fate = Fate.LOST
             request.free()
@@ -254,7 +254,8 @@ class CallEngine:
 
     def _alternative(self, call: Call, share: Share) -> list[Sent]:
         """Return requests for a share's contributions, or none while an expert has no holder."""
-        routes = self._connections.routes(call.layer, call.num_experts)
+        # who was asked and did not answer comes last, also behind other suspects
+        routes = self._connections.routes_avoiding(call.layer, call.num_experts, share.tried)
         piece: Piece = share.piece
         ids_nK = piece.ids_nK.astype(np.int64)
         servers_nK = routes.choose(ids_nK)

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_eaas.comm.transport import Link
+from torch_eaas.comm.transport import Json, Link, Transport
+from torch_eaas.errors import HandshakeRefused
 from torch_eaas.placement import ServerInfo
 from torch_eaas.protocol.layout import (
     REPLY_HEADER,
@@ -23,6 +24,9 @@ from torch_eaas.protocol.layout import (
 )
 from torch_eaas.protocol.pairs import ClientPair
 from torch_eaas.protocol.slots import ClientSlots
+
+CONTROL_TIMEOUT_S = 2.0
+"""How long a control call may take."""
 
 NUMPY_DTYPES: dict[str, Any] = {"fp32": np.float32, "bf16": np.int16, "fp16": np.int16}
 """How numpy sees the wire's numbers: it knows no bf16, and copies need none."""
@@ -73,6 +77,10 @@ class Connection:
         self.epoch = epoch
         self.instance = instance
         self.lost = False
+        self.suspect_since = 0.0
+        self.late_before = 0
+        self.num_late = 0
+        """Answers that came after their request was given up: proof of life."""
         self.slots = ClientSlots(spec.slots)
         self.lock = threading.Lock()
         self._requests, self._replies = requests, replies
@@ -100,8 +108,7 @@ class Connection:
         """Free the slots whose late answer has come; such an answer is proof of life."""
         with self.lock:
             late = self.slots.reclaim(self.reply_words.tolist())
-        if late:
-            self.pair.heard_from()
+        self.num_late += late
         return late
 
     def give_up(self, slot: int) -> None:
@@ -175,3 +182,58 @@ class Connection:
             offset=spec.reply_slot(slot) + spec.rows_offset,
         )
         return flat.view(shape)
+
+
+def open_connection(
+    transport: Transport,
+    link: Link,
+    spec: PairSpec,
+    *,
+    server: ServerInfo,
+    pair: ClientPair,
+    hello: Json,
+) -> tuple[Connection, str]:
+    """Open a pair by a handshake; return it and the server's fingerprint.
+
+    Args:
+        transport: Makes the reply window.
+        link: A control connection to the server.
+        spec: What the client wants.
+        server: The server, as the placement names it.
+        pair: What the client remembers of this server.
+        hello: Who the client is, with the epoch of this attempt.
+
+    Raises:
+        HandshakeRefused: The server refused, or is another than the placement names.
+        TransportError: It did not answer, or there is no memory.
+    """
+    window = transport.create_window(spec.reply_bytes)
+    try:
+        body = {**hello, "spec": spec.to_json()}
+        answer, windows = link.call("handshake", body, [window], timeout=CONTROL_TIMEOUT_S)
+        replies = window.view
+    finally:
+        window.close()
+    if answer.get("instance") != f"{server.instance:016x}":
+        raise HandshakeRefused(
+            f"{server.address} is now instance {answer.get('instance')}, "
+            f"the placement names {server.instance:016x}"
+        )
+    if [w.nbytes for w in windows] != [spec.request_bytes]:
+        raise HandshakeRefused(
+            f"{server.address}: a handshake's answer brings one window of {spec.request_bytes} "
+            f"bytes, got {[w.nbytes for w in windows]}"
+        )
+    requests = windows[0].view
+    windows[0].close()
+    conn = Connection(
+        server,
+        link,
+        spec,
+        pair=pair,
+        instance=int(hello["instance"], 16),
+        epoch=hello["epoch"],
+        requests=requests,
+        replies=replies,
+    )
+    return conn, str(answer.get("fingerprint", ""))

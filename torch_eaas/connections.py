@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 
-from torch_eaas.client_pairs import Connection
-from torch_eaas.comm.transport import Link, Transport
+from torch_eaas.client_pairs import CONTROL_TIMEOUT_S, Connection, open_connection
+from torch_eaas.comm.transport import Json, Link, Transport
 from torch_eaas.config import ClientConfig
-from torch_eaas.errors import EaasError, HandshakeRefused, TransportError
+from torch_eaas.errors import EaasError, TransportError
 from torch_eaas.placement import Placement, ServerInfo
 from torch_eaas.protocol.layout import PROTOCOL_VERSION, PairSpec
 from torch_eaas.protocol.pairs import ClientPair
 from torch_eaas.routing import LayerRoutes
-
-CONTROL_TIMEOUT_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,9 @@ class Connections:
         )
         self._lock = threading.Lock()
         self._pairs: dict[int, ClientPair] = {}
-        self._retired: list[Connection] = []
+        self._ended: list[Link] = []
+        self._busy: set[int] = set()
+        self._closed = False
         self.fingerprint = config.fingerprint
         self.placement = Placement()
         self.live: dict[str, Connection] = {}
@@ -79,16 +80,22 @@ class Connections:
             self._routes_changes = changes
         routes = self._routes.get((layer, num_experts))
         if routes is None:
-            routes = LayerRoutes(
-                self.placement,
-                layer,
-                num_experts,
-                open_servers=self.live,
-                suspects=self.suspects,
-                salt=self._instance,
-            )
+            routes = self.routes_avoiding(layer, num_experts, self.suspects)
             self._routes[layer, num_experts] = routes
         return routes
+
+    def routes_avoiding(
+        self, layer: int, num_experts: int, avoided: Collection[str]
+    ) -> LayerRoutes:
+        """Return routes that use the ``avoided`` servers only where nobody else holds an expert."""
+        return LayerRoutes(
+            self.placement,
+            layer,
+            num_experts,
+            open_servers=self.live,
+            suspects=avoided,
+            salt=self._instance,
+        )
 
     def why_missing(self) -> str:
         """Return what keeps servers from being asked, for an error's text."""
@@ -106,95 +113,142 @@ class Connections:
             self.placement = placement
             self.changes += 1
 
-    def maintain(self) -> None:
-        """Open what is missing, drop what is lost, retire what no answer comes from.
+    def maintain(self, *, in_threads: bool = True) -> None:
+        """Open what is missing, drop what is lost, replace windows that no answer comes to.
 
-        Blocks for control calls; never on the data path.
+        Never on the data path. Control calls may take seconds where a server hangs, so each
+        server has a thread for its own, or all wait their turn here.
         """
-        self._drop_lost()
-        self._refresh_suspects()
+        self._close_links()
+        for conn in list(self.live.values()):
+            if conn.link.closed:
+                self.lose(conn)
+        self._forget_left()
+        now = self._clock()
         for server in self.placement.servers:
             pair = self._pairs.setdefault(server.instance, ClientPair(self._config.max_retired))
-            if server.name not in self.live and pair.may_open(self._clock()):
-                self._try_open(server, pair)
+            live = self.live.get(server.name)
+            if live is None and pair.may_open(now):
+                self._run(in_threads, server.instance, partial(self._open, server, pair))
+            elif live is not None and pair.suspect and self._is_stuck(live, now):
+                self._run(in_threads, server.instance, partial(self._retire, live))
 
     def lose(self, conn: Connection) -> None:
-        """Note that a server is gone: its pair is of no more use."""
+        """Note that a server is gone: its pair is of no more use. Does not block."""
         with self._lock:
+            if conn.lost:
+                return
             conn.lost = True
-            if self.live.get(conn.name) is conn:
-                self.live = {name: c for name, c in self.live.items() if c is not conn}
-                if conn.pair.is_open:
-                    conn.pair.revoked(conn.pair.retire())
-                conn.pair.refused(self._clock(), random.random())
-                self.changes += 1
-                logger.warning("client %s: server %s is gone", self._config.name, conn.name)
-        conn.link.close()
+            self._ended.append(conn.link)
+            self._remove(conn)
+            if conn.pair.is_open:
+                conn.pair.revoked(conn.pair.retire())
+            conn.pair.refused(self._clock(), random.random())
+        logger.warning("client %s: server %s is gone", self._config.name, conn.name)
 
     def suspect(self, conn: Connection) -> None:
         """Ask this server only while nobody else holds an expert."""
-        if not conn.pair.suspect:
+        with self._lock:
+            if conn.pair.suspect:
+                return
             conn.pair.suspect = True
+            conn.suspect_since = self._clock()
+            conn.late_before = conn.num_late
+            self.changes += 1
+        logger.warning("client %s: server %s is late", self._config.name, conn.name)
+
+    def heard(self, conn: Connection) -> None:
+        """Note an answer: the server lives and is no longer suspect."""
+        conn.pair.heard = True
+        if conn.pair.suspect:
             with self._lock:
+                conn.pair.suspect = False
                 self.changes += 1
-            logger.warning("client %s: server %s is late", self._config.name, conn.name)
+            logger.info("client %s: server %s is back", self._config.name, conn.name)
 
     def close(self) -> None:
         """End all pairs."""
         with self._lock:
-            connections, self.live = list(self.live.values()), {}
+            self._closed = True
+            self._ended.extend(conn.link for conn in self.live.values())
+            self.live = {}
             self.changes += 1
-        for conn in connections:
-            conn.link.close()
+        self._close_links()
 
-    def _drop_lost(self) -> None:
+    def _run(self, in_thread: bool, instance: int, task: Callable[[], None]) -> None:
+        """Run a control task of one server, unless one is under way."""
+        if instance in self._busy:
+            return
+        self._busy.add(instance)
+
+        def run() -> None:
+            try:
+                task()
+            finally:
+                self._busy.discard(instance)
+
+        if in_thread:
+            threading.Thread(target=run, name="eaas-handshake", daemon=True).start()
+        else:
+            run()
+
+    def _remove(self, conn: Connection) -> None:
+        """Take a connection off the live ones; the caller holds the lock."""
+        self.live = {name: c for name, c in self.live.items() if c is not conn}
+        self.changes += 1
+
+    def _close_links(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for link in ended:
+            link.close()
+
+    def _forget_left(self) -> None:
+        """End the pairs of servers that have left the placement, once nobody waits for them."""
         wanted = {server.instance for server in self.placement.servers}
         for conn in list(self.live.values()):
-            if conn.link.closed:
-                self.lose(conn)
-            elif conn.server.instance not in wanted and conn.slots.num_in_use == 0:
-                self._forget(conn)
-
-    def _forget(self, conn: Connection) -> None:
-        """End the pair of a server that has left the placement and still answers."""
-        with self._lock:
-            self.live = {name: c for name, c in self.live.items() if c is not conn}
-            self.changes += 1
-        conn.link.close()
-        self._pairs.pop(conn.server.instance, None)
-
-    def _refresh_suspects(self) -> None:
-        for conn in list(self.live.values()):
-            if not conn.pair.suspect:
-                continue
-            if conn.reclaim():
+            if conn.server.instance not in wanted and conn.slots.num_in_use == 0:
                 with self._lock:
-                    self.changes += 1
-                logger.info("client %s: server %s is back", self._config.name, conn.name)
-            elif conn.slots.num_given_up and not conn.slots.num_in_use and not conn.slots.num_free:
-                self._retire(conn)
+                    self._remove(conn)
+                    self._ended.append(conn.link)
+        for instance in set(self._pairs) - wanted:
+            if all(conn.server.instance != instance for conn in self.live.values()):
+                self._pairs.pop(instance, None)
+
+    def _is_stuck(self, conn: Connection, now: float) -> bool:
+        """Return whether a suspect's window should be replaced: no answer comes to it."""
+        conn.reclaim()
+        if conn.num_late > conn.late_before:
+            self.heard(conn)
+            return False
+        waited = now - conn.suspect_since
+        patience = self._config.request_timeout.total_seconds()
+        return waited > patience and conn.slots.num_in_use == 0
 
     def _retire(self, conn: Connection) -> None:
-        """Leave a window whose slots all wait for answers that do not come; a new one follows."""
+        """Leave a window; a new one follows when the server can be talked to."""
         with self._lock:
-            self.live = {name: c for name, c in self.live.items() if c is not conn}
-            self.changes += 1
+            self._remove(conn)
             epoch = conn.pair.retire()
         body = {"instance": f"{self._instance:016x}", "epoch": epoch}
         try:
             conn.link.call("close", body, timeout=CONTROL_TIMEOUT_S)
             conn.pair.revoked(epoch)
         except TransportError as error:
-            # the window stays as it is until the server is gone: a late write may still come
-            self._retired.append(conn)
+            # the memory stays as it is: a late write lands in it, and nobody looks there
+            conn.pair.refused(self._clock(), random.random())
             logger.warning("client %s: window %d: %s", self._config.name, epoch, error)
+        conn.link.close()
 
-    def _try_open(self, server: ServerInfo, pair: ClientPair) -> None:
+    def _open(self, server: ServerInfo, pair: ClientPair) -> None:
         epoch = pair.next_epoch()
         link: Link | None = None
         try:
             link = self._transport.dial(server.address, CONTROL_TIMEOUT_S)
-            conn = self._handshake(server, pair, link, epoch)
+            hello = self._hello(epoch)
+            conn, fingerprint = open_connection(
+                self._transport, link, self._spec, server=server, pair=pair, hello=hello
+            )
         except EaasError as error:
             if link is not None:
                 link.close()
@@ -204,53 +258,25 @@ class Connections:
                 logger.warning("client %s: server %s: %s", self._config.name, server.name, error)
             return
         self.refusals.pop(server.name, None)
-        with self._lock:
-            pair.opened(epoch)
-            self.live = {**self.live, server.name: conn}
-            self.changes += 1
-
-    def _handshake(
-        self, server: ServerInfo, pair: ClientPair, link: Link, epoch: int
-    ) -> Connection:
-        window = self._transport.create_window(self._spec.reply_bytes)
-        try:
-            body = {
-                "client": self._config.name,
-                "instance": f"{self._instance:016x}",
-                "epoch": epoch,
-                "protocol": PROTOCOL_VERSION,
-                "fingerprint": self.fingerprint,
-                "spec": self._spec.to_json(),
-            }
-            answer, windows = link.call("handshake", body, [window], timeout=CONTROL_TIMEOUT_S)
-            replies = window.view
-        finally:
-            window.close()
-        self._check(server, answer, [w.nbytes for w in windows])
-        requests = windows[0].view
-        windows[0].close()
         # in exact mode a row's bits must not depend on who holds its expert: all keep one storage
         if not self.fingerprint or self._config.combine == "exact":
-            self.fingerprint = answer["fingerprint"] or self.fingerprint
-        return Connection(
-            server,
-            link,
-            self._spec,
-            pair=pair,
-            instance=self._instance,
-            epoch=epoch,
-            requests=requests,
-            replies=replies,
-        )
+            self.fingerprint = fingerprint or self.fingerprint
+        with self._lock:
+            if self._closed:
+                self._ended.append(link)
+            else:
+                pair.opened(epoch)
+                self.live = {**self.live, server.name: conn}
+                self.changes += 1
+        if self._closed:
+            self._close_links()
 
-    def _check(self, server: ServerInfo, answer: dict[str, object], sizes: list[int]) -> None:
-        if answer.get("instance") != f"{server.instance:016x}":
-            raise HandshakeRefused(
-                f"{server.address} is now instance {answer.get('instance')}, "
-                f"the placement names {server.instance:016x}"
-            )
-        if sizes != [self._spec.request_bytes]:
-            raise HandshakeRefused(
-                f"a handshake's answer brings one window of {self._spec.request_bytes} bytes, "
-                f"got {sizes}"
-            )
+    def _hello(self, epoch: int) -> Json:
+        """Return what a handshake says of this client."""
+        return {
+            "client": self._config.name,
+            "instance": f"{self._instance:016x}",
+            "epoch": epoch,
+            "protocol": PROTOCOL_VERSION,
+            "fingerprint": self.fingerprint,
+        }

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from torch_eaas.client_pairs import CONTROL_TIMEOUT_S
 from torch_eaas.comm.transport import Transport
-from torch_eaas.connections import CONTROL_TIMEOUT_S, Connections
+from torch_eaas.connections import Connections
 from torch_eaas.errors import ConfigError, TransportError
 from torch_eaas.monitor.agent import MonitorAgent
 from torch_eaas.monitor.announcement import Announcement

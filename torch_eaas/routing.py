@@ -54,7 +54,7 @@ class LayerRoutes:
         self._table = np.full(num_experts + 1, -1, dtype=np.int16)
         self._holders: list[tuple[int, ...]] = []
         rank = {
-            i: (server.state == "draining", server.name in suspects)
+            i: (server.name in suspects, server.state == "draining")
             for i, server in enumerate(placement.servers)
             if server.name in open_servers
         }

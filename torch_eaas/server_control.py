@@ -133,7 +133,10 @@ class ServerControl(Handler):
             replies=windows[0].view,
             now=self._clock(),
         )
-        self._drop(lambda old: old.instance == instance)
+        if self._drop(lambda old: old.instance == instance):
+            # the answer says that nothing is written into older windows any more
+            with self.writing:
+                pass
         with self._changing:
             self.pairs = (*self.pairs, pair)
         self._transport.ring()
@@ -185,9 +188,12 @@ class ServerControl(Handler):
         self._drain()
         return {"state": "draining"}
 
-    def _drop(self, is_dropped: Callable[[ServerPair], bool]) -> None:
+    def _drop(self, is_dropped: Callable[[ServerPair], bool]) -> bool:
+        """Take pairs off the list; return whether there were any."""
         with self._changing:
-            self.pairs = tuple(pair for pair in self.pairs if not is_dropped(pair))
+            kept = tuple(pair for pair in self.pairs if not is_dropped(pair))
+            dropped, self.pairs = len(kept) < len(self.pairs), kept
+        return dropped
 
 
 class _Counters(Collector):

@@ -200,8 +200,6 @@ class LocalCluster:
         pool = ExpertPool(self.hidden_size, self.intermediate_size, storage=storage)
         held = share(self.layers, self.num_experts, index, count, copies=copies)
         pool.update({(layer, e): weights[layer, e] for layer, ids in held.items() for e in ids})
-        server = ExpertServer(
-            pool, ServerConfig(name=f"server-{index}"), transport=self.transport
-        )
+        server = ExpertServer(pool, ServerConfig(name=f"server-{index}"), transport=self.transport)
         self._stack.enter_context(server)
         return server.serve_in_background()

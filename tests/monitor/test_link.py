@@ -78,16 +78,19 @@ def test_nobody_there_is_an_error_with_a_name() -> None:
         fetch_placement(f"http://127.0.0.1:{port}", SHORT)
 
 
-def test_a_link_that_is_closed_says_so(monitor: MonitorHandle) -> None:
-    link = MonitorLink(monitor.url, SHORT)
+def test_a_link_that_is_closed_says_so(calm: httpx.Client) -> None:
+    link = MonitorLink(str(calm.base_url), SHORT)
     link.close()
     link.close()
     with pytest.raises(PeerGone, match="closed"):
         link.placement()
 
 
-def test_a_join_that_no_monitor_answers_is_an_error(monitor: MonitorHandle) -> None:
-    with MonitorLink(monitor.url, SHORT) as link, pytest.raises(TransportError, match="no monitor"):
+def test_a_join_that_no_monitor_answers_is_an_error(calm: httpx.Client) -> None:
+    with (
+        MonitorLink(str(calm.base_url), SHORT) as link,
+        pytest.raises(TransportError, match="no monitor"),
+    ):
         link.report("/leave", {"instance": "0" * 16})
 
 

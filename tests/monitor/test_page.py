@@ -112,8 +112,8 @@ def test_what_members_say_is_text_and_never_markup(field: str) -> None:
     parsed(html)
 
 
-def test_the_page_loads_nothing_from_elsewhere(http: httpx.Client) -> None:
-    answer = http.get("/")
+def test_the_page_loads_nothing_from_elsewhere(calm: httpx.Client) -> None:
+    answer = calm.get("/")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert parsed(answer.text).links == []

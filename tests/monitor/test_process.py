@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,6 @@ import httpx
 import pytest
 
 import torch_eaas
-from torch_eaas.monitor.app import MonitorHandle
 
 ROOT = Path(torch_eaas.__file__).parents[1]
 SERVE = """
@@ -61,11 +61,12 @@ def test_a_signal_ends_it_within_two_seconds_though_someone_listens(
     assert (process.returncode, out, err) == (0, "", "")
 
 
-def test_a_port_that_is_taken_ends_it_with_an_error(monitor: MonitorHandle) -> None:
-    port = monitor.url.rpartition(":")[2]
-    second = python(SERVE.replace("MonitorConfig()", f"MonitorConfig(port={port})"))
-    out, err = second.communicate(timeout=20)
-    assert second.returncode != 0
+def test_a_port_that_is_taken_ends_it_with_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        process = python(SERVE.replace("MonitorConfig()", f"MonitorConfig(port={port})"))
+        out, err = process.communicate(timeout=20)
+    assert process.returncode != 0
     assert out == ""
     assert f"ConfigError: the monitor cannot listen on 127.0.0.1:{port}" in err
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,20 +54,23 @@ def decode(
     """
     import transformers
 
-    settings = transformers.GenerationConfig(
+    drawing = (
+        {} if options.temperature is None else {"temperature": options.temperature, "top_k": 0}
+    )
+    settings = transformers.GenerationConfig(  # type: ignore[no-untyped-call]  # transformers'
         max_new_tokens=options.max_new_tokens,
         do_sample=options.temperature is not None,
         eos_token_id=model.generation_config.eos_token_id,
         # one sequence is never padded, but generate asks for an id where it knows an end
         pad_token_id=0,
-        **({} if options.temperature is None else {"temperature": options.temperature, "top_k": 0}),
+        **drawing,
     )
     torch.manual_seed(options.seed)
     ids = torch.tensor([list(prompt)])
     stream = _Stream(on_token, counters)
-    model.generate(
-        ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=stream
-    )
+    # a mixin's method, of which the type of the model knows nothing
+    generate: Any = model.generate
+    generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=stream)
     return stream.tokens, stream.marks
 
 

@@ -46,6 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="fp32",
         help="how the servers keep their weights, which all must agree on (%(default)s)",
     )
+    parser.add_argument("--sample", action="store_true", help="draw tokens, do not take the best")
     add_sampling(parser)
     parser.add_argument(
         "--wait",
@@ -61,11 +62,20 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def add_sampling(parser: ArgumentParser) -> None:
     """Declare the options of drawing tokens."""
-    parser.add_argument("--sample", action="store_true", help="draw tokens, do not take the best")
     parser.add_argument(
-        "--temperature", type=arguments.positive, default=0.8, help="of --sample (%(default)s)"
+        "--temperature",
+        type=arguments.positive,
+        default=0.8,
+        metavar="T",
+        help="at which tokens are drawn (%(default)s)",
     )
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of --sample (%(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=arguments.seed,
+        default=0,
+        metavar="N",
+        help="of the drawing: the same seed gives the same text (%(default)s)",
+    )
 
 
 def run(args: Namespace, parser: ArgumentParser) -> int:

@@ -65,7 +65,9 @@ class GenerateOptions:
     """How tokens are chosen."""
 
 
-def client_config(shape: MoeShape, *, name: str, combine: Combine, storage: Storage) -> ClientConfig:
+def client_config(
+    shape: MoeShape, *, name: str, combine: Combine, storage: Storage
+) -> ClientConfig:
     """Return the configuration of a client of a checkpoint's servers."""
     return ClientConfig(
         hidden_size=shape.hidden_size,
@@ -85,9 +87,7 @@ def generate(options: GenerateOptions) -> int:
         shape, name=options.name, combine=options.combine, storage=options.storage
     )
     with Client(config, servers=options.servers, monitor=options.monitor) as client:
-        model = load_client(
-            options.checkpoint, client, dtype=TORCH_DTYPES[options.dtype]
-        )
+        model = load_client(options.checkpoint, client, dtype=TORCH_DTYPES[options.dtype])
         client.wait_ready(shape.moe_layers, shape.num_experts, options.wait)
         printer, decoder = Printer(options.prefix), text.decoder()
         printer.write(options.prompt)

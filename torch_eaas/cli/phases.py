@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -85,7 +86,7 @@ def phase_of(name: str, marks: Sequence[Mark]) -> Phase | None:
         return last.counters.get(counter, 0) - first.counters.get(counter, 0)
 
     experts, wait = grown("experts_us"), grown("wait_us")
-    gaps = [b.time - a.time for a, b in zip(marks, marks[1:], strict=False)]
+    gaps = [b.time - a.time for a, b in itertools.pairwise(marks)]
     return Phase(
         name=name,
         tokens=tokens,

@@ -151,9 +151,7 @@ def evaluate(formula: str, rows: Sequence[Row]) -> float:
     Raises:
         ConfigError: It is not in the language that the module describes, or names no row.
     """
-    table = {
-        tuple(row["key"]): {n: v for n, v in row.items() if n != "key"} for row in rows
-    }
+    table = {tuple(row["key"]): {n: v for n, v in row.items() if n != "key"} for row in rows}
     try:
         value = _value(ast.parse(formula, mode="eval").body, table)
         return float(value)
@@ -269,4 +267,10 @@ def _first(path: str, name: str) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) and value < 1000 else f"{value:.0f}" if isinstance(value, float) else str(value)
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float) and value < 1000
+        else f"{value:.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -107,9 +107,7 @@ def fingerprint_of(shape: MoeShape, storage: Storage) -> str:
 def _holdings(options: ServeOptions, shape: MoeShape) -> Holdings:
     if options.experts is None:
         index, count = options.share
-        return share(
-            shape.moe_layers, shape.num_experts, index, count, copies=options.copies
-        )
+        return share(shape.moe_layers, shape.num_experts, index, count, copies=options.copies)
     if options.experts[-1] >= shape.num_experts:
         raise ConfigError(
             f"the checkpoint's layers have experts 0 to {shape.num_experts - 1}, "

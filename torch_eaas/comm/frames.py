@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import time
+from array import array
 from collections.abc import Sequence
 
 from torch_eaas.comm.transport import Json
@@ -17,7 +18,11 @@ from torch_eaas.errors import PeerGone, PeerTimeout, TransportError
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_FDS = 4
+FRAME_TIMEOUT_S = 5.0
+"""How long the rest of a frame may take after its first byte, where nobody said otherwise."""
+
 _LENGTH = struct.Struct("<I")
+_FD_BYTES = array("i").itemsize
 
 
 def send_frame(sock: socket.socket, body: Json, fds: Sequence[int] = ()) -> None:
@@ -34,7 +39,7 @@ def send_frame(sock: socket.socket, body: Json, fds: Sequence[int] = ()) -> None
         if sent < len(frame):
             sock.sendall(frame[sent:])
     except TimeoutError as error:
-        raise PeerTimeout(f"the peer took none of a frame of {len(frame)} bytes") from error
+        raise PeerTimeout(f"the peer did not take a frame of {len(frame)} bytes") from error
     except OSError as error:
         raise PeerGone(f"the control connection has ended: {error}") from error
 
@@ -54,11 +59,17 @@ def receive_frame(sock: socket.socket, timeout: float | None) -> tuple[Json, lis
     """
     fds: list[int] = []
     try:
-        head = _receive(sock, _LENGTH.size, timeout, fds)
+        if timeout is None:
+            head = _receive(sock, 1, None, 0.0, fds)
+            timeout = FRAME_TIMEOUT_S
+        else:
+            head = b""
+        deadline = time.monotonic() + timeout
+        head += _receive(sock, _LENGTH.size - len(head), deadline, timeout, fds)
         (length,) = _LENGTH.unpack(head)
         if length > MAX_FRAME_BYTES:
             raise TransportError(f"a frame has at most {MAX_FRAME_BYTES} bytes, got {length}")
-        data = _receive(sock, length, timeout if timeout is not None else 5.0, fds)
+        data = _receive(sock, length, deadline, timeout, fds)
         body = json.loads(data)
         if not isinstance(body, dict):
             raise TransportError(f"a frame is a JSON object, got {type(body).__name__}")
@@ -71,22 +82,32 @@ def receive_frame(sock: socket.socket, timeout: float | None) -> tuple[Json, lis
     return body, fds
 
 
-def _receive(sock: socket.socket, length: int, timeout: float | None, fds: list[int]) -> bytes:
+def _receive(
+    sock: socket.socket, length: int, deadline: float | None, timeout: float, fds: list[int]
+) -> bytes:
     """Return exactly ``length`` bytes; descriptors that come along go to ``fds``."""
-    deadline = None if timeout is None else time.monotonic() + timeout
     data = bytearray()
     while len(data) < length:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
-            raise PeerTimeout(f"{len(data)} of a frame's {length} bytes came in {timeout:g} s")
-        sock.settimeout(left)
+            raise PeerTimeout(f"{len(data)} of {length} bytes of a frame came in {timeout:g} s")
         try:
-            chunk, came, _, _ = socket.recv_fds(sock, length - len(data), MAX_FDS)
+            sock.settimeout(left)
+            # socket.recv_fds ignores its flags, and no program that is started may inherit these
+            chunk, messages, flags, _ = sock.recvmsg(
+                length - len(data), socket.CMSG_LEN(MAX_FDS * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
+            )
         except TimeoutError:
             continue
         except OSError as error:
             raise PeerGone(f"the control connection has ended: {error}") from error
-        fds.extend(came)
+        for level, kind, content in messages:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                came = array("i")
+                came.frombytes(content[: len(content) // _FD_BYTES * _FD_BYTES])
+                fds.extend(came)
+        if len(fds) > MAX_FDS or flags & socket.MSG_CTRUNC:
+            raise TransportError(f"a frame brings at most {MAX_FDS} descriptors")
         if not chunk:
             raise PeerGone("the peer closed the control connection")
         data += chunk

@@ -116,6 +116,9 @@ class _LoopbackLink(Link):
             answer, returned = self._listener.handler.handle(self._peer, verb, body, windows)
         except EaasError as error:
             raise HandshakeRefused(f"{self._listener.address}: {error}") from error
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise HandshakeRefused(f"{self._listener.address}: {text}") from error
         self._transport.ring()
         return answer, list(returned)
 

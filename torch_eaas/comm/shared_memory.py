@@ -37,6 +37,9 @@ PREFIX = "unix:"
 POLLS = 200
 """Looks at the words before a wait sleeps for the first time."""
 
+FRESH_S = 1e-3
+"""A wait that has lasted longer sleeps at once."""
+
 PAUSES_S = ((0.2, 50e-6), (2.0, 200e-6), (float("inf"), 500e-6))
 """(Seconds waited so far, length of a sleep): short at first, longer when long idle."""
 
@@ -82,7 +85,7 @@ class SharedMemoryTransport(Transport):
 
     @override
     def wait(self, ready: Callable[[], bool], timeout: float, waited: float = 0.0) -> bool:
-        if waited == 0.0:
+        if waited < FRESH_S:
             for _ in range(POLLS):
                 if ready():
                     return True

@@ -69,21 +69,24 @@ def create_window(nbytes: int) -> Window:
         TransportError: There is not enough memory; the text says need, have and what to do.
     """
     check_memory(nbytes)
-    fd = os.memfd_create("torch-eaas-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = -1
     try:
+        fd = os.memfd_create("torch-eaas-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return Window(mmap.mmap(fd, nbytes), fd)
-    except BaseException:
-        os.close(fd)
-        raise
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise TransportError(f"cannot make a window of {nbytes} bytes: {error}") from error
 
 
 def adopt_window(fd: int, nbytes: int) -> Window:
     """Return the window behind a descriptor that a peer sent; the window owns the descriptor.
 
     Raises:
-        TransportError: The memory is not sealed, or has another size than was agreed.
+        TransportError: The memory is not sealed, cannot be mapped, or has another size than was
+            agreed.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -97,7 +100,11 @@ def adopt_window(fd: int, nbytes: int) -> Window:
             f"the peer's window must be sealed and have {nbytes} bytes, "
             f"got seals {seals:#x} and {size} bytes"
         )
-    return Window(mmap.mmap(fd, nbytes), fd)
+    try:
+        return Window(mmap.mmap(fd, size), fd)
+    except (OSError, ValueError) as error:
+        os.close(fd)
+        raise TransportError(f"cannot map the peer's window of {size} bytes: {error}") from error
 
 
 def check_memory(nbytes: int) -> None:

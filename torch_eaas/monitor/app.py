@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 import threading
@@ -24,6 +25,8 @@ from torch_eaas.monitor.routes import member_routes, stream_routes, view_routes
 from torch_eaas.monitor.schemas import MAX_BODY_BYTES
 from torch_eaas.monitor.service import Service
 from torch_eaas.monitor.serving import BodyLimit, MonitorServer, open_socket, url_of
+
+logger = logging.getLogger(__name__)
 
 _START_SECONDS = 30.0
 _STOP_SECONDS = 10.0
@@ -72,6 +75,7 @@ def run(config: MonitorConfig) -> int:
 
     Raises:
         ConfigError: The address cannot be bound.
+        TransportError: The application did not start.
     """
     sock = open_socket(config.host, config.port)
     line = json.dumps({"ready": "monitor", "url": url_of(sock), "pid": os.getpid()})
@@ -95,6 +99,7 @@ class MonitorHandle:
         self._sock = open_socket(config.host, config.port)
         self.url = url_of(self._sock)
         self._settled = threading.Event()
+        self._error: Exception | None = None
         self._server = _new_server(config, self._settled.set)
         self._thread = threading.Thread(target=self._serve, name="eaas-monitor", daemon=True)
         self._thread.start()
@@ -102,7 +107,7 @@ class MonitorHandle:
             self._server.should_exit = True
             raise PeerTimeout(f"the monitor at {self.url} did not start in {_START_SECONDS:g} s")
         if not self._server.started:
-            raise TransportError(f"the monitor at {self.url} did not start; its log says why")
+            raise TransportError(f"the monitor at {self.url} did not start") from self._error
 
     def close(self) -> None:
         """Stop it and free its port; safe twice."""
@@ -114,6 +119,9 @@ class MonitorHandle:
     def _serve(self) -> None:
         try:
             asyncio.run(self._server.serve([self._sock]))
+        except Exception as error:
+            logger.exception("the monitor at %s failed", self.url)
+            self._error = error
         finally:
             self._sock.close()
             self._settled.set()

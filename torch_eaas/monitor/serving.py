@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
-from torch_eaas.errors import ConfigError
+from torch_eaas.errors import ConfigError, TransportError
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -80,10 +80,12 @@ class MonitorServer(uvicorn.Server):
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then say so."""
-        await super().startup(sockets)
-        if self.started:
-            self._on_started()
+        """Start, then say so; TransportError if the application does not."""
+        try:
+            await super().startup(sockets)
+        except SystemExit as error:
+            raise TransportError("the monitor did not start; its log says why") from error
+        self._on_started()
 
     @override
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from torch_eaas.errors import StalePeer
+from torch_eaas.errors import HandshakeRefused, StalePeer
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
+_TOO_LARGE = 1 << 64
 
 
 class ClientPair:
     """A client's view of one server: its epochs, and whether to ask it.
 
     A server is *suspect* for this client after it was late or lost; it is still asked when nobody
-    else holds an expert. Suspicion ends when anything of it is heard.
+    else holds an expert. Suspicion ends when anything of it is heard, or a new window opens.
 
     Args:
         max_retired: Windows that may lie abandoned before the server counts as down.
@@ -27,6 +28,7 @@ class ClientPair:
         self._retry_at = 0.0
         self.suspect = False
         self.heard = False
+        """Whether the server has ever answered a request: its first may take longer."""
 
     @property
     def is_open(self) -> bool:
@@ -48,8 +50,9 @@ class ClientPair:
         return self._epoch
 
     def opened(self, epoch: int) -> None:
-        """Note that the window of ``epoch`` is in use."""
+        """Note that the window of ``epoch`` is in use; the server has closed all lower ones."""
         self._open_epoch = epoch
+        self._retired.clear()
         self._failures = 0
         self.suspect = False
 
@@ -60,19 +63,18 @@ class ClientPair:
         self._retry_at = now + pause * (0.5 + jitter / 2)
 
     def retire(self) -> int:
-        """Stop using the open window; its memory waits for ``revoked``. Return its epoch."""
+        """Stop using the open window; its memory waits for ``revoked``. Return its epoch.
+
+        Without an open window it returns 0: two threads may find the same server lost.
+        """
         epoch, self._open_epoch = self._open_epoch, 0
-        self._retired.add(epoch)
+        if epoch:
+            self._retired.add(epoch)
         return epoch
 
     def revoked(self, epoch: int) -> None:
         """Note that the server can no longer write into the window of ``epoch``."""
         self._retired.discard(epoch)
-
-    def heard_from(self) -> None:
-        """Note any answer, also a late one: the server lives and is no longer suspect."""
-        self.heard = True
-        self.suspect = False
 
 
 class ServerEpochs:
@@ -85,7 +87,16 @@ class ServerEpochs:
         self._highest: dict[int, int] = {}
 
     def accept(self, instance: int, epoch: int) -> None:
-        """Note a handshake; StalePeer if it is not newer than all of that client instance."""
+        """Note a handshake.
+
+        Raises:
+            StalePeer: The epoch is not above all that this server saw of that client instance.
+            HandshakeRefused: A number has more bits than a header's field.
+        """
+        if not (0 <= instance < _TOO_LARGE and epoch < _TOO_LARGE):
+            raise HandshakeRefused(
+                f"instance and epoch must fit 64 bits, got instance {instance:x}, epoch {epoch}"
+            )
         highest = self._highest.get(instance, 0)
         if epoch <= highest:
             raise StalePeer(

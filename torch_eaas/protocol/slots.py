@@ -93,6 +93,8 @@ class ServerSlots:
             for slot, word in enumerate(words):
                 if is_newer(word, self._seen[slot]):
                     self._seen[slot] = word
+                    # a client that overwrites its own request must not make this list grow
+                    self._ready = [ready for ready in self._ready if ready[0] != slot]
                     self._ready.append((slot, word, self._scanned_at))
         self._scanned_at = now
 

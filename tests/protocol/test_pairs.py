@@ -1,0 +1,143 @@
+"""Epochs, back-off, retired windows, and what a server remembers of a client's lives."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_eaas.errors import HandshakeRefused, StalePeer, TransportError
+from torch_eaas.protocol.pairs import ClientPair, ServerEpochs
+
+NOW = 100.0
+
+
+def test_every_attempt_has_an_epoch_of_its_own_also_after_a_failure() -> None:
+    pair = ClientPair(max_retired=4)
+    first = pair.next_epoch()
+    pair.refused(NOW, 0.0)
+    second = pair.next_epoch()
+    pair.opened(second)
+    pair.retire()
+    assert [first, second, pair.next_epoch()] == [1, 2, 3]
+
+
+def test_a_pair_is_open_from_its_handshake_until_its_window_is_retired() -> None:
+    pair = ClientPair(max_retired=4)
+    assert pair.may_open(NOW)
+    assert not pair.is_open
+    pair.opened(pair.next_epoch())
+    assert pair.is_open
+    assert not pair.may_open(NOW)
+    assert pair.retire() == 1
+    assert not pair.is_open
+    assert pair.may_open(NOW)
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.25, 1.0])
+def test_the_pause_doubles_from_50_ms_to_2_s_and_jitter_takes_at_most_half_of_it(
+    jitter: float,
+) -> None:
+    pair = ClientPair(max_retired=4)
+    full = [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    full += [2.0] * 30
+    now = NOW
+    for pause in full:
+        pair.refused(now, jitter)
+        least = pause * (0.5 + jitter / 2)
+        assert pause / 2 <= least <= pause
+        assert not pair.may_open(now + least * 0.999)
+        assert pair.may_open(now + least * 1.001)
+        now += 10
+
+
+def test_a_handshake_that_succeeds_starts_the_pauses_anew() -> None:
+    pair = ClientPair(max_retired=4)
+    for _ in range(5):
+        pair.refused(NOW, 1.0)
+    pair.opened(pair.next_epoch())
+    pair.revoked(pair.retire())
+    pair.refused(NOW, 1.0)
+    assert not pair.may_open(NOW + 0.049)
+    assert pair.may_open(NOW + 0.051)
+
+
+def test_a_pair_is_down_while_max_retired_windows_lie_abandoned() -> None:
+    pair = ClientPair(max_retired=1)
+    pair.opened(pair.next_epoch())
+    assert not pair.is_down
+    epoch = pair.retire()
+    assert pair.is_down
+    assert not pair.may_open(NOW)
+    pair.revoked(epoch)
+    assert not pair.is_down
+    assert pair.may_open(NOW)
+
+
+def test_a_handshake_revokes_all_earlier_windows_of_its_pair() -> None:
+    pair = ClientPair(max_retired=2)
+    for _ in range(5):
+        pair.opened(pair.next_epoch())
+        pair.retire()
+        assert not pair.is_down
+
+
+def test_revoking_a_window_twice_or_one_that_never_was_changes_nothing() -> None:
+    pair = ClientPair(max_retired=1)
+    pair.opened(pair.next_epoch())
+    epoch = pair.retire()
+    pair.revoked(77)
+    assert pair.is_down
+    pair.revoked(epoch)
+    pair.revoked(epoch)
+    assert not pair.is_down
+
+
+def test_retiring_a_pair_that_has_no_window_leaves_none_behind() -> None:
+    # the data path and the thread that keeps pairs may both find a server lost
+    pair = ClientPair(max_retired=1)
+    pair.opened(pair.next_epoch())
+    pair.revoked(pair.retire())
+    pair.retire()
+    assert not pair.is_down
+
+
+def test_a_new_window_ends_suspicion() -> None:
+    pair = ClientPair(max_retired=4)
+    assert not pair.suspect
+    assert not pair.heard
+    pair.suspect = True
+    pair.opened(pair.next_epoch())
+    assert not pair.suspect
+
+
+def test_a_server_accepts_only_an_epoch_above_all_that_it_saw_of_that_instance() -> None:
+    epochs = ServerEpochs()
+    epochs.accept(0xA, 3)
+    for stale in (1, 2, 3):
+        with pytest.raises(
+            StalePeer, match=rf"client instance 000000000000000a: epoch {stale} is not above 3"
+        ):
+            epochs.accept(0xA, stale)
+    epochs.accept(0xA, 4)
+    epochs.accept(0xA, 100)
+    # another life of the same client begins anew
+    epochs.accept(0xB, 1)
+    with pytest.raises(StalePeer, match="epoch 99 is not above 100"):
+        epochs.accept(0xA, 99)
+
+
+@pytest.mark.parametrize("epoch", [0, -1])
+def test_epochs_begin_at_one(epoch: int) -> None:
+    with pytest.raises(TransportError, match=f"{epoch}"):
+        ServerEpochs().accept(0xA, epoch)
+
+
+@pytest.mark.parametrize(
+    ("instance", "epoch"), [(2**64, 1), (-1, 1), (1, 2**64)], ids=["large", "negative", "epoch"]
+)
+def test_numbers_that_no_header_could_echo_are_refused_at_the_handshake(
+    instance: int, epoch: int
+) -> None:
+    epochs = ServerEpochs()
+    with pytest.raises(HandshakeRefused, match="must fit 64 bits"):
+        epochs.accept(instance, epoch)
+    epochs.accept(2**64 - 1, 2**64 - 1)
