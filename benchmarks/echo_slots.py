@@ -49,6 +49,7 @@ class SlotEcho(Echo):
         rows_T, ids_TK = np.arange(num_tokens), np.zeros((num_tokens, 1), np.int32)
         weights_TK = np.ones((num_tokens, 1), np.float32)
         times = []
+        slot: int | None = None
         for _ in range(count):
             start = time.perf_counter()
             slot = conn.take()
@@ -66,6 +67,7 @@ class SlotEcho(Echo):
             self._await(conn, slot, word)
             conn.slots.release(slot)
             times.append(time.perf_counter() - start)
+        assert slot is not None
         check_same(conn.rows(slot, num_tokens).view(torch.int16).numpy(), size)
         return times
 

@@ -126,11 +126,15 @@ def _local(number: Number, sizes: Sizes) -> dict[str, Callable[[Routed], Tensor]
         )
         config._experts_implementation = name
         with torch.device("meta"):
-            experts = DeepseekV3Experts(config)
+            experts = DeepseekV3Experts(config)  # type: ignore[no-untyped-call]  # transformers
         experts.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
         experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
-        variants[name] = lambda routed, experts=experts: experts(*routed)
+        variants[name] = _spread(experts)
     return variants
+
+
+def _spread(experts: Callable[..., Tensor]) -> Callable[[Routed], Tensor]:
+    return lambda routed: experts(*routed)
 
 
 def _check_equal(

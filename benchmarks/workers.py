@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts: pinned, told what to do over a pipe, gone with their parent."""
+"""Processes that a benchmark starts: pinned, commanded over a pipe, gone with their parent."""
 
 from __future__ import annotations
 

@@ -14,10 +14,14 @@ PYTHON=${PYTHON:-python}
 : "${MONITOR:?set MONITOR to the URL of the monitor, http://HOST:PORT}"
 
 launches=()
-stopping=
 stop() {
-  stopping=yes
-  kill -TERM "${launches[@]}" 2>/dev/null || true
+  local launch servers
+  for launch in "${launches[@]}"; do
+    # the server itself: torchrun would call a launch that it was told to stop a failure
+    servers=$(cat "/proc/$launch/task/$launch/children" 2>/dev/null || true)
+    # shellcheck disable=SC2086  # several pids
+    kill -TERM ${servers:-$launch} 2>/dev/null || true
+  done
 }
 trap stop TERM INT
 
@@ -38,5 +42,4 @@ for launch in "${launches[@]}"; do
   done
   wait "$launch" || failed=1
 done
-# torchrun calls a launch that it was told to stop a failure
-[[ -n $stopping ]] || exit "$failed"
+exit "$failed"

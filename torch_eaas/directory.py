@@ -60,10 +60,10 @@ class Directory:
 
     def refresh(self) -> None:
         """Learn now what there is; never raises for a peer that is away."""
-        if self._agent is not None:
-            self._agent.refresh(timedelta(seconds=CONTROL_TIMEOUT_S))
-        else:
+        if self._agent is None:
             self._ask_servers()
+        elif not self._agent.refresh(timedelta(seconds=CONTROL_TIMEOUT_S)):
+            self._ask_for_placement(self._agent)
 
     def tend(self) -> None:
         """Ask again where something is known to be out of date."""
@@ -96,6 +96,15 @@ class Directory:
                 raise ConfigError(f"each server needs a name of its own, got {names}")
             version = self._connections.placement.version + 1
             self._connections.follow(Placement(tuple(servers), version))
+
+    def _ask_for_placement(self, agent: MonitorAgent) -> None:
+        """Take the newest placement that a server knows: the monitor is away."""
+        for conn in list(self._connections.live.values()):
+            try:
+                answer, _ = conn.link.call("placement", {}, timeout=CONTROL_TIMEOUT_S)
+            except TransportError:
+                continue
+            agent.offer(Placement.from_json(answer["placement"]))
 
     def _ask(self, address: str) -> ServerInfo | None:
         try:

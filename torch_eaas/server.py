@@ -147,6 +147,8 @@ class ExpertServer:
             self._control.state = "draining"
             self._drain_started = self._clock()
             logger.info("server %s drains", self.config.name)
+            if self._agent is not None:
+                self._agent.notify()
 
     def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Stop serving and end all pairs; safe twice. Requests under way are not answered."""
@@ -200,4 +202,5 @@ class ExpertServer:
         )
 
     def _on_placement(self, placement: Placement) -> None:
+        self._control.placement = placement
         self._runner.version = placement.version

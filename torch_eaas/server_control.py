@@ -1,4 +1,4 @@
-"""A server's control endpoint: handshake, close, describe, health, metrics, drain."""
+"""A server's control endpoint: handshake, close, describe, health, metrics, placement, drain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_eaas.comm.transport import Handler, Json, Reply, Transport
 from torch_eaas.comm.window import Window
 from torch_eaas.config import ServerConfig
 from torch_eaas.errors import ConfigError, HandshakeRefused
-from torch_eaas.placement import Holdings, ServerState
+from torch_eaas.placement import Holdings, Placement, ServerState
 from torch_eaas.protocol.layout import PROTOCOL_VERSION, PairSpec
 from torch_eaas.protocol.pairs import ServerEpochs
 from torch_eaas.server_pairs import ServerPair
@@ -69,6 +69,8 @@ class ServerControl(Handler):
         self.writing = threading.Lock()
         self.pairs: tuple[ServerPair, ...] = ()
         self.state: ServerState = "serving"
+        self.placement = Placement()
+        """The newest that this server knows; clients ask for it while the monitor is away."""
 
     @override
     def handle(self, peer: int, verb: str, body: Json, windows: Sequence[Window]) -> Reply:
@@ -79,6 +81,7 @@ class ServerControl(Handler):
             "describe": lambda *_: self.describe(),
             "health": lambda *_: {"ok": True, "state": self.state},
             "metrics": lambda *_: {"text": self.metrics()},
+            "placement": lambda *_: {"placement": self.placement.to_json()},
             "drain": self._start_drain,
         }
         if verb not in calls:

@@ -110,7 +110,7 @@ def random_experts(
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) / columns**0.5
+        return torch.randn(rows, columns, generator=generator).div_(columns**0.5)
 
     wide = (intermediate_size, hidden_size)
     return {

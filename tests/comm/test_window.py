@@ -34,12 +34,7 @@ def memfd(nbytes: int, seals: int) -> int:
 
 
 def is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError as error:
-        assert error.errno == errno.EBADF
-        return False
-    return True
+    return os.path.exists(f"/proc/self/fd/{fd}")
 
 
 # -- made here ---------------------------------------------------------------------------------
@@ -170,7 +165,7 @@ def test_what_is_no_memfd_is_refused_and_closed(make: str, tmp_path: Path) -> No
         fd = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
         other = os.dup(fd)
         os.ftruncate(fd, 4096)
-    with pytest.raises(TransportError, match="not a memfd|must be sealed"):
+    with pytest.raises(TransportError, match=r"not a memfd|must be sealed"):
         adopt_window(fd, 4096)
     assert not is_open(fd)
     os.close(other)

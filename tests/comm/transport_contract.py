@@ -294,7 +294,7 @@ class TransportContract:
     def test_an_address_of_another_kind_is_refused(
         self, server: Transport, handler: PlannedHandler
     ) -> None:
-        with pytest.raises(ConfigError, match="address is .*, got 'tcp:1'"):
+        with pytest.raises(ConfigError, match=r"address is .*, got 'tcp:1'"):
             server.listen("tcp:1", handler)
 
     # -- waiting -------------------------------------------------------------------------------

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import httpx
 import pytest
 
+from tests.monitor.party import Party, Start
 from tests.monitor.planned import FAST
+from torch_eaas.monitor.agent import Announcement
 from torch_eaas.monitor.app import MonitorHandle, serve_in_background
 
 
@@ -31,3 +35,30 @@ def http(monitor: MonitorHandle) -> Iterator[httpx.Client]:
     """A client of that monitor."""
     with httpx.Client(base_url=monitor.url, trust_env=False, verify=False, timeout=5) as client:
         yield client
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts parties and closes their agents."""
+    with ExitStack() as stack:
+
+        def new(url: str, said: Announcement) -> Party:
+            party = Party(url, said)
+            stack.callback(party.agent.close)
+            return party
+
+        yield new
+
+
+@pytest.fixture
+def black_hole() -> Iterator[str]:
+    """The URL of a socket that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that was free a moment ago, for a monitor that comes later."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])

@@ -56,13 +56,13 @@ def test_the_page_shows_servers_clients_and_events() -> None:
     cluster = Cluster()
     cluster.join(server("s1", 1))
     cluster.join(server("s2", 2, {1: (0,)}))
-    cluster.join(client("c1", 3))
+    cluster.join(client("c1", 3, counters={"dispatches": 7}))
     cluster.pass_time(1.5)
     cluster.beat(1, state="draining", counters={"requests": 12})
     rows = parsed(page_of(cluster)).rows
     assert ["s1", "draining", "6", "0.0 s", "12", "0.0", "unix:@s1"] in rows
     assert ["s2", "serving", "1", "1.5 s", "-", "0.0", "unix:@s2"] in rows
-    assert ["c1", "1.5 s", "-", "0.0"] in rows
+    assert ["c1", "1.5 s", "7", "0.0"] in rows
     assert ["1.5 s", "join", "client c1 joins"] in rows
 
 

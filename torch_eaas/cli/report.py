@@ -21,9 +21,10 @@ import operator
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -128,20 +129,15 @@ class Report:
 
     def text(self) -> str:
         """Return the rows and the checks as tables for people; lists are left out."""
-        lines: list[str] = []
-        names: list[str] = []
-        for row in self.rows:
-            shown = {n: v for n, v in row.items() if n != "key" and not isinstance(v, list)}
-            if list(shown) != names:
-                names = list(shown)
-                lines += ["", f"{'':<34}" + "".join(f"{name:>18}" for name in names)]
-            cells = "".join(f"{_shown(value):>18}" for value in shown.values())
-            lines.append(f"{' '.join(row['key']):<34}{cells}")
+        lines = []
+        for _, rows in groupby(self.rows, key=lambda row: row["key"][0]):
+            lines += ["", *_table(list(rows))]
         if self.checks:
-            lines += ["", f"{'check':<34}{'value':>18}{'target':>18}"]
+            lines += ["", f"{'check':<34}{'value':>14}{'target':>14}"]
         for check in self.checks:
             verdict = "ok" if check.ok else "MISSED"
-            lines.append(f"{check.name:<34}{_shown(check.value):>18}{check.target:>18}  {verdict}")
+            value = _shown(check.value)
+            lines.append(f"{check.name:<34}{value:>14}{check.target:>14}  {verdict}")
         return "\n".join(lines)
 
 
@@ -266,11 +262,21 @@ def _first(path: str, name: str) -> str | None:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), None)
 
 
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a header and a line for each row; rows may lack each other's fields."""
+    shown = [
+        {name: _shown(value) for name, value in row.items() if not isinstance(value, list)}
+        for row in rows
+    ]
+    names = list(dict.fromkeys(name for cells in shown for name in cells))
+    widths = {name: max(14, len(name) + 2) for name in names}
+    yield " " * 34 + "".join(f"{name:>{widths[name]}}" for name in names)
+    for row, cells in zip(rows, shown, strict=True):
+        line = "".join(f"{cells.get(name, ''):>{widths[name]}}" for name in names)
+        yield f"{' '.join(row['key']):<34}{line}"
+
+
 def _shown(value: Any) -> str:
-    return (
-        f"{value:.4g}"
-        if isinstance(value, float) and value < 1000
-        else f"{value:.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)

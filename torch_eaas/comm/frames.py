@@ -101,14 +101,19 @@ def _receive(
             continue
         except OSError as error:
             raise PeerGone(f"the control connection has ended: {error}") from error
-        for level, kind, content in messages:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                came = array("i")
-                came.frombytes(content[: len(content) // _FD_BYTES * _FD_BYTES])
-                fds.extend(came)
+        fds.extend(_descriptors(messages))
         if len(fds) > MAX_FDS or flags & socket.MSG_CTRUNC:
             raise TransportError(f"a frame brings at most {MAX_FDS} descriptors")
         if not chunk:
             raise PeerGone("the peer closed the control connection")
         data += chunk
     return bytes(data)
+
+
+def _descriptors(messages: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    """Return the file descriptors among a message's ancillary data."""
+    fds = array("i")
+    for level, kind, data in messages:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) // _FD_BYTES * _FD_BYTES])
+    return fds.tolist()

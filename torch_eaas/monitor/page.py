@@ -158,10 +158,11 @@ def _server_row(server: Mapping[str, Any], state: str) -> list[str]:
 
 def _clients(members: Mapping[str, Any]) -> str:
     rows = [
-        [_name(client), _age(client["age"]), _count(client, "requests"), _known(client)]
+        [_name(client), _age(client["age"]), _count(client, "dispatches"), _known(client)]
         for client in members["clients"]
     ]
-    return _table(("Name", "#Heartbeat", "#Requests", "Placement"), rows, "No client has joined.")
+    columns = ("Name", "#Heartbeat", "#Dispatches", "Placement")
+    return _table(columns, rows, "No client has joined.")
 
 
 def _events(events: Iterable[Mapping[str, Any]]) -> str:

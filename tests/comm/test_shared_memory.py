@@ -1,0 +1,511 @@
+"""Shared memory keeps the contract, between processes too; what is special to it is below."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from transport_contract import (
+    TIMEOUT_S,
+    PlannedHandler,
+    TransportContract,
+    assert_call_times_out,
+    eventually,
+)
+from typing_extensions import override
+
+from torch_eaas.comm import shared_memory
+from torch_eaas.comm.frames import receive_frame, send_frame
+from torch_eaas.comm.loopback import LoopbackTransport
+from torch_eaas.comm.shared_memory import SharedMemoryTransport, socket_name
+from torch_eaas.comm.transport import Link, Listener, Transport
+from torch_eaas.comm.window import create_window
+from torch_eaas.errors import ConfigError, HandshakeRefused, PeerGone, TransportError
+
+ON_X86 = platform.machine() in ("x86_64", "AMD64")
+needs_x86 = pytest.mark.skipif(not ON_X86, reason="shared_memory needs x86-64's store order")
+
+SCRIPT = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+from transport_contract import PlannedHandler
+from torch_eaas.comm.shared_memory import SharedMemoryTransport
+assert "torch" not in sys.modules
+transport = SharedMemoryTransport()
+"""
+
+
+def run_script(body: str, *args: str) -> subprocess.Popen[str]:
+    """Start a process that has a transport, without torch."""
+    script = SCRIPT.format(tests=os.path.dirname(__file__)) + body
+    # forking is what some of these scripts are for
+    options = ["-W", "error", "-W", "ignore::DeprecationWarning"]
+    return subprocess.Popen(
+        [sys.executable, *options, "-c", script, *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def dial_by_hand(address: str) -> socket.socket:
+    """Return a connection that sends what it likes."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(TIMEOUT_S)
+    sock.connect(socket_name(address))
+    return sock
+
+
+@needs_x86
+class TestSharedMemory(TransportContract):
+    @pytest.fixture
+    @override
+    def server(self) -> Transport:
+        return SharedMemoryTransport()
+
+    @pytest.fixture
+    @override
+    def client(self, server: Transport) -> Transport:
+        return SharedMemoryTransport()
+
+    def test_a_call_has_a_deadline_and_a_late_answer_is_read_by_nobody(
+        self, link: Link, handler: PlannedHandler
+    ) -> None:
+        assert_call_times_out(link, handler)
+
+    # -- processes -----------------------------------------------------------------------------
+
+    def test_a_link_closes_when_the_servers_process_is_killed(self, client: Transport) -> None:
+        process = run_script(
+            "listener = transport.listen('', PlannedHandler(transport))\n"
+            "print(listener.address, flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        with process:
+            link = client.dial(line_of(process), TIMEOUT_S)
+            window = client.create_window(128)
+            view = window.view
+            _, [theirs] = link.call("handshake", {"size": 128}, [window], timeout=TIMEOUT_S)
+            assert not link.closed
+            process.send_signal(signal.SIGKILL)
+            assert eventually(lambda: link.closed)
+            with pytest.raises(PeerGone):
+                link.call("echo", {}, timeout=TIMEOUT_S)
+            # the memory outlives the process that made it
+            assert bytes(view[:3]) == b"hi!"
+            assert bytes(theirs.view[-2:]) == b"yo"
+            link.close()
+            for open_window in (window, theirs):
+                open_window.close()
+
+    def test_a_call_under_way_ends_when_the_servers_process_is_killed(
+        self, client: Transport
+    ) -> None:
+        process = run_script(
+            "listener = transport.listen('', PlannedHandler(transport))\n"
+            "print(listener.address, flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        with process:
+            link = client.dial(line_of(process), TIMEOUT_S)
+            timer = threading.Timer(0.1, process.kill)
+            timer.start()
+            start = time.monotonic()
+            with pytest.raises(PeerGone, match=r"closed|ended"):
+                link.call("hang", {}, timeout=TIMEOUT_S)
+            assert time.monotonic() - start < TIMEOUT_S / 2
+            timer.join()
+
+    def test_the_handler_hears_that_a_clients_process_was_killed(
+        self, listener: Listener, handler: PlannedHandler
+    ) -> None:
+        process = run_script(
+            "link = transport.dial(sys.argv[1], 5)\n"
+            "window = transport.create_window(64)\n"
+            "link.call('handshake', {'size': 64}, [window], timeout=5)\n"
+            "print('open', flush=True)\n"
+            "sys.stdin.read()\n",
+            listener.address,
+        )
+        with process:
+            assert line_of(process) == "open"
+            [(peer, view)] = handler.came.items()
+            assert handler.ended == []
+            process.send_signal(signal.SIGKILL)
+            assert eventually(lambda: handler.ended == [peer])
+            view[0:1] = b"x"
+
+    def test_a_forked_child_ends_nothing_of_its_parents(
+        self, listener: Listener, handler: PlannedHandler, tmp_path: Path
+    ) -> None:
+        process = run_script(
+            "link = transport.dial(sys.argv[1], 5)\n"
+            "own = transport.listen('unix:' + sys.argv[2], PlannedHandler(transport))\n"
+            "window = transport.create_window(64)\n"
+            "view = window.view\n"
+            "_, [theirs] = link.call('handshake', {'size': 64}, [window], timeout=5)\n"
+            "pid = os.fork()\n"
+            "if pid == 0:\n"
+            "    for thing in (link, own, window, theirs):\n"
+            "        thing.close()\n"
+            "    sys.exit(0)\n"
+            "assert os.waitpid(pid, 0)[1] == 0\n"
+            "os.fstat(window.fd), os.fstat(theirs.fd)\n"
+            "theirs.view[0:5] = b'alive'\n"
+            "view[0:5] = b'alive'\n"
+            "link.call('echo', {}, timeout=5)\n"
+            "transport.dial(own.address, 5).call('echo', {}, timeout=5)\n"
+            "own.close()\n"
+            "print('alive', flush=True)\n"
+            "sys.stdin.read()\n",
+            listener.address,
+            str(tmp_path / "own"),
+        )
+        with process:
+            assert line_of(process) == "alive"
+            [peer] = handler.came
+            assert bytes(handler.came[peer][:5]) == bytes(handler.went[peer][:5]) == b"alive"
+            assert handler.ended == []
+            assert process.communicate(timeout=TIMEOUT_S) == ("", None)
+            assert process.returncode == 0
+        assert list(tmp_path.iterdir()) == []
+
+    # -- what is left behind -------------------------------------------------------------------
+
+    def test_fifty_connections_and_handshakes_leave_no_descriptor(
+        self, client: Transport, listener: Listener
+    ) -> None:
+        def once() -> None:
+            link = client.dial(listener.address, TIMEOUT_S)
+            window = client.create_window(128)
+            answer, windows = link.call("handshake", {"size": 64}, [window], timeout=TIMEOUT_S)
+            with pytest.raises(HandshakeRefused):
+                link.call("refuse", {"who": "me"}, [window], timeout=TIMEOUT_S)
+            for opened in (window, *windows, link):
+                opened.close()
+
+        once()
+        assert eventually(lambda: len(shared_memory_threads()) == 1)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(50):
+            once()
+        assert eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+
+    def test_a_socket_file_is_gone_when_its_server_has_closed(
+        self, server: Transport, client: Transport, handler: PlannedHandler, tmp_path: Path
+    ) -> None:
+        address = f"unix:{tmp_path / 'server'}"
+        listener = server.listen(address, handler)
+        assert os.listdir(tmp_path) == ["server"]
+        client.dial(address, TIMEOUT_S).close()
+        listener.close()
+        assert os.listdir(tmp_path) == []
+        with pytest.raises(PeerGone, match="nobody answers at"):
+            client.dial(address, TIMEOUT_S)
+
+    def test_windows_and_addresses_without_a_path_leave_no_file(
+        self, client: Transport, listener: Listener
+    ) -> None:
+        assert listener.address.startswith("unix:@")
+        window = client.create_window(64)
+        assert os.readlink(f"/proc/self/fd/{window.fd}").startswith("/memfd:")
+        window.close()
+        assert not [name for name in os.listdir("/dev/shm") if "eaas" in name]
+
+    def test_a_file_that_a_killed_server_left_is_named_in_the_error(
+        self, server: Transport, handler: PlannedHandler, tmp_path: Path
+    ) -> None:
+        (tmp_path / "left").touch()
+        with pytest.raises(
+            ConfigError, match=r"cannot listen at unix:.*left: .*; if no server runs there, remove"
+        ):
+            server.listen(f"unix:{tmp_path / 'left'}", handler)
+
+    # -- what a peer may send ------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"GET / HTTP/1.1\r\n\r\n",
+            struct.pack("<I", 5) + b"pickl",
+            struct.pack("<I", 2) + b"[]",
+            struct.pack("<I", 100) + b"{",
+        ],
+        ids=["HTTP", "no JSON", "a list", "half a frame"],
+    )
+    def test_garbage_ends_its_own_connection_and_no_other(
+        self, data: bytes, link: Link, listener: Listener, handler: PlannedHandler
+    ) -> None:
+        bad = dial_by_hand(listener.address)
+        bad.sendall(data)
+        bad.shutdown(socket.SHUT_WR)
+        assert bad.recv(100) == b""
+        bad.close()
+        assert eventually(lambda: len(handler.ended) == 1)
+        assert link.call("echo", {}, timeout=TIMEOUT_S)[0]["echo"] == {}
+        assert not link.closed
+
+    def test_a_client_that_stops_within_a_frame_holds_up_nobody(
+        self, link: Link, listener: Listener
+    ) -> None:
+        bad = dial_by_hand(listener.address)
+        bad.sendall(b"\x10\0\0")
+        start = time.monotonic()
+        for _ in range(10):
+            link.call("echo", {}, timeout=TIMEOUT_S)
+        assert time.monotonic() - start < 2
+        bad.close()
+
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            pytest.param([64, 64], "announces 2 windows and brings 1", id="too few"),
+            pytest.param([], "announces 0 windows and brings 1", id="too many"),
+            pytest.param([32], "must be sealed and have 32 bytes, got", id="another size"),
+            pytest.param(["64"], "must be sealed and have 64 bytes", id="a text"),
+            pytest.param(64, "windows are a list of sizes, got 64", id="no list"),
+            pytest.param(None, "windows are a list of sizes, got None", id="null"),
+            pytest.param({"a": 1}, "windows are a list of sizes", id="an object"),
+        ],
+    )
+    def test_windows_that_are_not_as_announced_are_refused_with_a_text(
+        self, sizes: object, message: str, listener: Listener
+    ) -> None:
+        bad = dial_by_hand(listener.address)
+        window = create_window(64)
+        for _ in range(2):
+            before = len(os.listdir("/proc/self/fd"))
+            send_frame(bad, {"verb": "echo", "windows": sizes}, [window.fd])
+            answer, _ = receive_frame(bad, TIMEOUT_S)
+            assert message in answer["error"]
+            assert len(os.listdir("/proc/self/fd")) == before
+        window.close()
+        bad.close()
+
+    def test_a_window_that_is_not_sealed_is_refused_with_a_text(self, listener: Listener) -> None:
+        bad = dial_by_hand(listener.address)
+        fd = os.memfd_create("by-hand", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, 64)
+        send_frame(bad, {"verb": "handshake", "size": 64, "windows": [64]}, [fd])
+        answer, fds = receive_frame(bad, TIMEOUT_S)
+        assert "must be sealed and have 64 bytes, got seals 0x0" in answer["error"]
+        assert fds == []
+        os.close(fd)
+        bad.close()
+
+    def test_a_server_that_sends_windows_beside_an_error_leaves_none_open(
+        self, client: Transport
+    ) -> None:
+        with planned_server({"error": "no", "windows": [64]}, 1) as address:
+            link = client.dial(address, TIMEOUT_S)
+            before = len(os.listdir("/proc/self/fd"))
+            with pytest.raises(HandshakeRefused, match="no"):
+                link.call("handshake", {}, timeout=TIMEOUT_S)
+            assert len(os.listdir("/proc/self/fd")) == before
+            link.close()
+
+    @pytest.mark.parametrize("windows", [[64], "x", None], ids=str)
+    def test_a_servers_answer_that_announces_other_windows_is_an_error(
+        self, client: Transport, windows: object
+    ) -> None:
+        with planned_server({"windows": windows}, 0) as address:
+            link = client.dial(address, TIMEOUT_S)
+            with pytest.raises(TransportError, match=r"announces 1 windows and brings 0|a list"):
+                link.call("handshake", {}, timeout=TIMEOUT_S)
+            link.close()
+
+    @pytest.mark.parametrize(
+        ("address", "message"),
+        [
+            ("unix:", "is unix:/path or unix:@name, got 'unix:'"),
+            ("unix:@", "is unix:/path or unix:@name, got 'unix:@'"),
+            ("unix:relative", "is unix:/path or unix:@name, got 'unix:relative'"),
+            ("loopback:a", "is unix:/path or unix:@name, got 'loopback:a'"),
+            ("unix:@" + "x" * 107, "a unix socket's name has at most 107 bytes"),
+        ],
+    )
+    def test_an_address_that_is_none_is_refused_at_both_ends(
+        self, server: Transport, handler: PlannedHandler, address: str, message: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=message):
+            server.listen(address, handler)
+        with pytest.raises(ConfigError, match=message):
+            server.dial(address, TIMEOUT_S)
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        ("waited", "timeout", "expected_us"),
+        [
+            pytest.param(0.0, 0.002, {50: 40}, id="fresh"),
+            pytest.param(0.1, 0.2, {50: 2000, 200: 500}, id="after 0.2 s"),
+            pytest.param(1.9, 0.2, {200: 500, 500: 200}, id="after 2 s"),
+            pytest.param(60.0, 0.1, {500: 200}, id="long idle"),
+        ],
+    )
+    def test_a_wait_sleeps_longer_the_longer_it_has_waited(
+        self,
+        server: Transport,
+        monkeypatch: pytest.MonkeyPatch,
+        waited: float,
+        timeout: float,
+        expected_us: dict[int, int],
+    ) -> None:
+        clock = PlannedTime()
+        monkeypatch.setattr(shared_memory, "time", clock)
+        looks = 0
+
+        def ready() -> bool:
+            nonlocal looks
+            looks += 1
+            return False
+
+        assert not server.wait(ready, timeout, waited)
+        for pause, count in expected_us.items():
+            assert clock.sleeps_us[pause] == pytest.approx(count, abs=2)
+        assert set(clock.sleeps_us) == set(expected_us)
+        # a fresh wait looks 200 times before it sleeps
+        polls = 200 if waited == 0.0 else 0
+        assert looks == polls + sum(clock.sleeps_us.values())
+
+    def test_every_thread_that_waits_has_precise_sleeps(self, server: Transport) -> None:
+        slacks: list[int] = []
+
+        def wait() -> None:
+            server.wait(lambda: False, 1e-4)
+            slacks.append(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))
+
+        # the system gives an ended thread's number to the next one
+        for _ in range(3):
+            thread = threading.Thread(target=wait)
+            thread.start()
+            thread.join()
+        assert slacks == [1, 1, 1]
+
+
+class PlannedTime:
+    """Stands for the module ``time``: a sleep takes exactly what it should, and no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sleeps_us: dict[int, int] = {}
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        pause = round(seconds * 1e6)
+        self.sleeps_us[pause] = self.sleeps_us.get(pause, 0) + 1
+
+
+class planned_server:  # noqa: N801 - reads as a function
+    """A server that answers one call with a planned frame and some windows of 64 bytes."""
+
+    def __init__(self, answer: dict[str, object], num_windows: int) -> None:
+        self._answer, self._num_windows = answer, num_windows
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._windows = [create_window(64) for _ in range(num_windows)]
+
+    def __enter__(self) -> str:
+        self._socket.bind("")
+        self._socket.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        name: bytes = self._socket.getsockname()
+        return f"unix:@{name[1:].decode()}"
+
+    def __exit__(self, *exc: object) -> None:
+        self._thread.join()
+        self._socket.close()
+        for window in self._windows:
+            window.close()
+
+    def _serve(self) -> None:
+        connection, _ = self._socket.accept()
+        with connection:
+            receive_frame(connection, TIMEOUT_S)
+            send_frame(connection, self._answer, [window.fd for window in self._windows])
+            connection.recv(1)
+
+
+def shared_memory_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "eaas-control"]
+
+
+# -- whom it serves ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64", "riscv64", ""])
+def test_other_processors_are_refused_with_the_reason(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    with pytest.raises(
+        ConfigError,
+        match=rf"needs x86-64: Python has no memory fence, and on {machine} a word could become "
+        r"visible before its payload; use loopback",
+    ):
+        SharedMemoryTransport()
+    LoopbackTransport()
+
+
+class Credentials:
+    """A connection whose peer runs as a planned user."""
+
+    def __init__(self, uid: int) -> None:
+        self._uid = uid
+        self.closed = False
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert (level, option, size) == (socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return struct.pack("3i", 4242, self._uid, 100)
+
+
+@pytest.mark.parametrize(
+    ("uid", "is_served"), [(1000, True), (0, True), (1001, False), (65534, False)]
+)
+def test_only_the_same_user_and_root_are_served(
+    uid: int, is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    check: Callable[[object], bool] = shared_memory._is_own_user
+    assert check(Credentials(uid)) == is_served
+
+
+@pytest.fixture
+def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(shared_memory, "_is_own_user", lambda connection: False)
+    yield
+
+
+@needs_x86
+@pytest.mark.usefixtures("strangers")
+def test_a_stranger_is_turned_away_before_a_byte_is_read() -> None:
+    transport = SharedMemoryTransport()
+    handler = PlannedHandler(transport)
+    listener = transport.listen("", handler)
+    link = transport.dial(listener.address, TIMEOUT_S)
+    assert eventually(lambda: link.closed)
+    with pytest.raises(PeerGone):
+        link.call("echo", {}, timeout=TIMEOUT_S)
+    assert handler.ended == []
+    link.close()
+    listener.close()
