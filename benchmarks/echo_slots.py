@@ -121,5 +121,5 @@ def _connect(transport: SharedMemoryTransport, width: int, address: str) -> Conn
     connections = Connections(config, CLIENT_INSTANCE, transport, time.monotonic)
     server = ServerInfo(name="echo", instance=1, address=address, holdings={0: (0,)})
     connections.follow(Placement((server,), 1))
-    connections.maintain()
+    connections.maintain(in_threads=False)
     return connections

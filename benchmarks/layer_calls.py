@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Options, cores, figures, pinned
-from benchmarks.servers import LAYER, SEED, Sizes, routing, serve_pool
+from benchmarks.servers import LAYER, QUICK, SEED, Sizes, routing, serve_pool
 from benchmarks.workers import Worker
 from torch_eaas.cli.report import Report
 from torch_eaas.client import Client
@@ -36,9 +36,11 @@ PARTS = ("experts_us", "wait_us", "bookkeeping_us")
 
 def measure(report: Report, options: Options) -> None:
     """Add a row for each number format, number of tokens and variant."""
-    sizes = Sizes(hidden=64, intermediate=32, num_experts=16) if options.quick else Sizes()
+    sizes = QUICK if options.quick else Sizes()
     client_core, server_core = cores()
     for number in DTYPES:
+        if options.quick and number != "bf16":
+            continue
         with (
             pinned(client_core),
             Worker(serve_pool, (sizes, 0, 1, number), cores=[server_core]) as worker,

@@ -63,6 +63,7 @@ Trained from scratch with transformers' DeepseekV3ForCausalLM on the first nine 
 | | |
 |---|---|
 | steps | {train.steps} of {train.batch} x {train.length} bytes |
+| bias steps of {train.bias_step} | the first {train.bias_steps}, and {train.settle_steps} after the last |
 | held-out loss as trained, fp32 | {trained:.4f} nats a byte |
 | held-out loss as stored here, FP8 | {written:.4f} nats a byte |
 | expert load there, largest (smallest) over mean, each MoE layer | {skews} |

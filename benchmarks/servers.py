@@ -52,6 +52,10 @@ class Sizes:
         return client
 
 
+QUICK = Sizes(hidden=64, intermediate=32, num_experts=16)
+"""Small enough to show in a moment that a benchmark runs."""
+
+
 def routing(sizes: Sizes, num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random expert ids and weights, ``(T, K)``; a token's ids differ."""
     generator = torch.Generator().manual_seed(seed)

@@ -50,10 +50,16 @@ class TrainConfig:
     """DeepSeek's gamma: how far a step moves each expert's bias against its load."""
 
     bias_steps: int = 300
-    """Steps in which the bias moves.
+    """First steps, in which the bias moves.
 
-    Long enough that no expert dies. DeepSeek-V3's bias stood still at the end too; here it does so
-    early, since a balancer that is to be shown at work needs some skew.
+    DeepSeek-V3's bias stood still at the end too; here it does so early, since a balancer that is
+    to be shown at work needs some skew.
+    """
+
+    settle_steps: int = 160
+    """Steps after the training in which nothing but the bias moves.
+
+    They bring back experts that the routers had all but left, and leave a milder skew.
     """
 
     seed: int = 0
@@ -226,6 +232,13 @@ class Trainer:
                 seen_LE.zero_()
             if state is not None and (self.step % SAVE_EVERY == 0 or last):
                 self.save(state)
+        self._settle(batches)
+
+    @torch.no_grad()
+    def _settle(self, batches: Iterator[Tensor]) -> None:
+        for _ in range(self.config.settle_steps):
+            byte_loss(self.model, next(batches))
+            self.load.balance(self.load.take(), self.config.bias_step)
 
     def _report(self, loss: float, seen_LE: Tensor, seconds: float) -> None:
         held_out = evaluate(self.model, self.corpus.held_out[:REPORT_BYTES], self.config.length)

@@ -6,10 +6,12 @@ I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torch_eaas.config import Storage, check_at_least, check_choice
@@ -23,6 +25,8 @@ from torch_eaas.ops.reference import (
     swiglu_ref,
 )
 from torch_eaas.placement import holdings_from
+
+_NOTHING_HELD = np.full(1, -1, dtype=np.int64)
 
 STORAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
@@ -98,7 +102,8 @@ class ExpertPool(nn.Module):
         hidden_size: D.
         intermediate_size: I.
         storage: How weights are kept. ``fp8`` saves memory, not time: each use dequantizes.
-        deterministic: A row's bits do not depend on the rows that share its batch.
+        deterministic: In ``exact`` mode, a row's bits do not depend on the rows that share its
+            batch.
     """
 
     def __init__(
@@ -117,7 +122,7 @@ class ExpertPool(nn.Module):
         self.intermediate_size = intermediate_size
         self.storage = storage
         self.deterministic = deterministic
-        self.compute_dtype = torch.bfloat16 if storage == "bf16" else torch.float32
+        self._fast_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         self._experts: dict[tuple[int, int], _Expert] = {}
         self.table = GroupTable({})
 
@@ -182,20 +187,26 @@ class ExpertPool(nn.Module):
         counts = counts_G[active].tolist()
         num_rows = sum(counts)
         tokens_N = order_R[:num_rows] // groups_TK.shape[1]
-        rows_ND = x_TD.to(self.compute_dtype).index_select(0, tokens_N)
+        dtype = self._compute_dtype(counts, per_expert)
+        rows_ND = x_TD.to(dtype).index_select(0, tokens_N)
         matrices = [table.experts[group].matrices() for group in active]
-        gate_up = grouped_gemm_ref(
-            rows_ND, [m[0] for m in matrices], counts, deterministic=self.deterministic
-        )
+        # only then are rows compared bit by bit: a sum per token depends on its companions anyway
+        fixed = self.deterministic and per_expert
+        gate_up = grouped_gemm_ref(rows_ND, [m[0] for m in matrices], counts, deterministic=fixed)
         down = grouped_gemm_ref(
-            swiglu_ref(gate_up),
-            [m[1] for m in matrices],
-            counts,
-            deterministic=self.deterministic,
+            swiglu_ref(gate_up), [m[1] for m in matrices], counts, deterministic=fixed
         )
         return combine_ref(
             down.view(num_rows, self.hidden_size), order_R, weights_TK, per_expert=per_expert
         )
+
+    def _compute_dtype(self, counts: Sequence[int], per_expert: bool) -> torch.dtype:
+        """Return the dtype to multiply in: bf16 only where this CPU is fast at it."""
+        if self.storage != "bf16":
+            return torch.float32
+        # one or two rows are bound by reading the weights, in any dtype
+        narrow = not per_expert and max(counts, default=0) <= 2
+        return torch.bfloat16 if self._fast_bf16 or narrow else torch.float32
 
     def _check(self, layer: int, expert: int, weights: ExpertWeights) -> None:
         wanted = (self.intermediate_size, self.hidden_size)
@@ -235,27 +246,26 @@ class GroupTable:
         sizes: dict[int, int] = {}
         for layer, expert in keys:
             sizes[layer] = max(sizes.get(layer, 0), expert + 1)
+        # the last entry is -1: it serves the id -1, and every id beyond the held ones
         self._layers = {
-            layer: torch.full((size + 1,), -1, dtype=torch.int64) for layer, size in sizes.items()
+            layer: np.full(size + 1, -1, dtype=np.int64) for layer, size in sizes.items()
         }
         for group, (layer, expert) in enumerate(keys):
             self._layers[layer][expert] = group
 
-    def groups(self, layer: int, ids_TK: Tensor) -> tuple[Tensor, list[int]]:
+    def groups(self, layer: int, ids_TK: NDArray[np.int32]) -> tuple[NDArray[np.int64], list[int]]:
         """Look up the groups of one layer's expert ids.
 
         Args:
             layer: The layer.
-            ids_TK: Expert ids, ``(T, K)`` int64, -1 for none; none is below -1.
+            ids_TK: Expert ids, ``(T, K)``, -1 for none; none is below -1.
 
         Returns:
-            The groups, ``(T, K)`` int64, -1 for none, and the ids that are not held.
+            The groups, ``(T, K)``, -1 for none, and the ids that are not held.
         """
-        table_E = self._layers.get(layer)
-        if table_E is None:
-            return torch.full_like(ids_TK, -1), sorted(set(ids_TK[ids_TK >= 0].tolist()))
-        # the table's last entry is -1: it serves id -1 and every id beyond the held ones
-        last = table_E.shape[0] - 1
-        groups_TK = table_E[ids_TK.clamp(max=last)]
-        unknown = (ids_TK >= 0) & (groups_TK < 0)
-        return groups_TK, sorted(set(ids_TK[unknown].tolist())) if bool(unknown.any()) else []
+        table_E = self._layers.get(layer, _NOTHING_HELD)
+        groups_TK = table_E[np.minimum(ids_TK, len(table_E) - 1)]
+        unknown = groups_TK < 0
+        if unknown.any():
+            unknown &= ids_TK >= 0
+        return groups_TK, sorted(set(ids_TK[unknown].tolist()))

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,7 +126,7 @@ class BatchRunner:
                 self._refuse(frame.pair, frame.slot, frame.word, Status.UNKNOWN_EXPERT, text)
             else:
                 known.append(frame)
-                groups.append(groups_TK)
+                groups.append(torch.from_numpy(groups_TK))
         if not known:
             return
         started = self._clock()
@@ -145,18 +146,19 @@ class BatchRunner:
     def _compute(self, table: GroupTable, frames: list[Frame], groups: list[Tensor]) -> Tensor:
         per_expert = frames[0].pair.spec.combine == "exact"
         if len(frames) == 1:
-            x_TD, groups_TK, weights_TK = frames[0].hidden_TD, groups[0], frames[0].weights_TK
+            x_TD, groups_TK = frames[0].hidden_TD, groups[0]
+            weights_TK = torch.from_numpy(frames[0].weights_TK)
         else:
             x_TD = torch.cat([frame.hidden_TD.float() for frame in frames])
             groups_TK = torch.cat(groups)
-            weights_TK = torch.cat([frame.weights_TK for frame in frames])
+            weights_TK = torch.from_numpy(np.concatenate([frame.weights_TK for frame in frames]))
         return self._experts.run(table, x_TD, groups_TK, weights_TK, per_expert=per_expert)
 
     def _answer(self, frames: list[Frame], out: Tensor, started: float) -> None:
         experts_us = int((self._clock() - started) * 1e6)
         at = 0
         for frame in frames:
-            num_tokens = frame.ids_TK.shape[0]
+            num_tokens = len(frame.ids_TK)
             frame.pair.answer(
                 frame,
                 out[at : at + num_tokens],

@@ -5,9 +5,13 @@ Shape legend: T tokens, K experts per token, D hidden.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_eaas.errors import TransportError
@@ -40,15 +44,10 @@ class Frame:
     word: int
     since: float
     layer: int
-    ids_TK: Tensor
-    weights_TK: Tensor
+    ids_TK: NDArray[np.int32]
+    weights_TK: NDArray[np.float32]
     hidden_TD: Tensor
     """A view into the window."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that this frame may add to a batch."""
-        return self.ids_TK.numel()
 
 
 class ServerPair:
@@ -85,6 +84,29 @@ class ServerPair:
         num_words = spec.slots * WORD_BYTES
         self._request_words = requests[:num_words].cast("Q")
         self._reply_words = replies[:num_words].cast("Q")
+        slots = range(spec.slots)
+        self._request_at = [spec.request_slot(slot) for slot in slots]
+        self._reply_at = [spec.reply_slot(slot) for slot in slots]
+        self._ids = [self._small(np.int32, at + spec.ids_offset) for at in self._request_at]
+        self._weights = [
+            self._small(np.float32, at + spec.weights_offset) for at in self._request_at
+        ]
+        self._hidden = [
+            self._tensor(
+                requests,
+                spec.wire_dtype,
+                (spec.max_tokens, spec.hidden_size),
+                at + spec.hidden_offset,
+            )
+            for at in self._request_at
+        ]
+        rows: tuple[int, ...] = (spec.max_tokens, spec.hidden_size)
+        if spec.combine == "exact":
+            rows = (spec.max_tokens, spec.top_k, spec.hidden_size)
+        self._rows = [
+            self._tensor(replies, spec.reply_dtype, rows, at + spec.rows_offset)
+            for at in self._reply_at
+        ]
 
     def scan(self, now: float) -> bool:
         """Look for new words; return whether a request is ready."""
@@ -94,15 +116,14 @@ class ServerPair:
     def peek_rows(self) -> int:
         """Return the most rows that the next ready request may add to a batch."""
         slot, _, _ = self.slots.peek()
-        header = REQUEST_HEADER.unpack_from(self._requests, self.spec.request_slot(slot))
+        header = REQUEST_HEADER.unpack_from(self._requests, self._request_at[slot])
         num_tokens: int = min(header[6], self.spec.max_tokens)
         return num_tokens * self.spec.top_k
 
     def read(self, slot: int, word: int, since: float, now: float) -> Frame:
         """Return the frame in a slot; BadFrame if it cannot be run."""
-        base = self.spec.request_slot(slot)
         instance, epoch, sequence, _, budget_us, layer, num_tokens, flags = (
-            REQUEST_HEADER.unpack_from(self._requests, base)
+            REQUEST_HEADER.unpack_from(self._requests, self._request_at[slot])
         )
         if (instance, epoch, sequence) != (self.instance, self.epoch, word >> 8):
             raise BadFrame(
@@ -121,13 +142,13 @@ class ServerPair:
             raise BadFrame(
                 Status.EXPIRED, f"seen after {waited_us} us, its time was {budget_us} us"
             )
-        shape = (num_tokens, self.spec.top_k)
-        ids_TK = self._tensor(torch.int32, shape, base + self.spec.ids_offset).long()
-        if int(ids_TK.min()) < -1:
-            token, k = (ids_TK < -1).nonzero()[0].tolist()
+        # copied once and checked in the copy: the client can still change the window
+        ids_TK = self._ids[slot][:num_tokens].copy()
+        if ids_TK.min() < -1:
+            token, k = np.argwhere(ids_TK < -1)[0].tolist()
             raise BadFrame(
                 Status.BAD_REQUEST,
-                f"layer {layer}, token {token}: expert id {int(ids_TK[token, k])} is below -1",
+                f"layer {layer}, token {token}: expert id {ids_TK[token, k]} is below -1",
             )
         return Frame(
             pair=self,
@@ -136,36 +157,22 @@ class ServerPair:
             since=since,
             layer=layer,
             ids_TK=ids_TK,
-            weights_TK=self._tensor(torch.float32, shape, base + self.spec.weights_offset).clone(),
-            hidden_TD=self._tensor(
-                TORCH_DTYPES[self.spec.wire_dtype],
-                (num_tokens, self.spec.hidden_size),
-                base + self.spec.hidden_offset,
-            ),
+            weights_TK=self._weights[slot][:num_tokens].copy(),
+            hidden_TD=self._hidden[slot][:num_tokens],
         )
 
     def answer(
         self, frame: Frame, rows: Tensor, *, queue_us: int, experts_us: int, version: int
     ) -> None:
         """Write an answer: rows, header, then the word."""
-        num_tokens = frame.ids_TK.shape[0]
-        base = self.spec.reply_slot(frame.slot)
-        shape: tuple[int, ...] = (num_tokens, self.spec.hidden_size)
-        if self.spec.combine == "exact":
-            shape = (num_tokens, self.spec.top_k, self.spec.hidden_size)
-        target = torch.frombuffer(
-            self._replies,
-            dtype=TORCH_DTYPES[self.spec.reply_dtype],
-            count=rows.numel(),
-            offset=base + self.spec.rows_offset,
-        )
-        target.view(shape).copy_(rows)
+        num_tokens = len(frame.ids_TK)
+        self._rows[frame.slot][:num_tokens].copy_(rows)
         self._finish(frame.slot, frame.word, Status.OK, num_tokens, queue_us, experts_us, version)
 
     def refuse(self, slot: int, word: int, status: Status, text: str, *, version: int) -> None:
         """Answer a request with an error's text."""
         data = text.encode()[: min(4096, self.spec.reply_rows_bytes)]
-        start = self.spec.reply_slot(slot) + self.spec.rows_offset
+        start = self._reply_at[slot] + self.spec.rows_offset
         self._replies[start : start + len(data)] = data
         self._finish(slot, word, status, len(data), 0, 0, version)
 
@@ -181,7 +188,7 @@ class ServerPair:
     ) -> None:
         REPLY_HEADER.pack_into(
             self._replies,
-            self.spec.reply_slot(slot),
+            self._reply_at[slot],
             self.instance,
             self.epoch,
             word >> 8,
@@ -194,7 +201,14 @@ class ServerPair:
         # the word comes last: whoever sees it may read the rest
         self._reply_words[slot] = self.slots.reply_word(word)
 
-    def _tensor(self, dtype: torch.dtype, shape: tuple[int, int], offset: int) -> Tensor:
+    def _small(self, dtype: type[np.int32 | np.float32], offset: int) -> NDArray[Any]:
+        """Return a request slot's ids or weights, ``(max_tokens, K)``."""
+        shape = (self.spec.max_tokens, self.spec.top_k)
         count = shape[0] * shape[1]
-        flat = torch.frombuffer(self._requests, dtype=dtype, count=count, offset=offset)
+        return np.frombuffer(self._requests, dtype, count, offset).reshape(shape)
+
+    @staticmethod
+    def _tensor(window: memoryview, dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
+        count = math.prod(shape)
+        flat = torch.frombuffer(window, dtype=TORCH_DTYPES[dtype], count=count, offset=offset)
         return flat.view(shape)

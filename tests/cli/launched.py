@@ -33,14 +33,14 @@ PATIENCE = 100.0
 class Launched:
     """A process whose output is collected; killed at the end of a ``with`` or a fixture."""
 
-    def __init__(self, *command: str, environment: dict[str, str] | None = None) -> None:
-        self._errors = tempfile.TemporaryFile("w+")
+    def __init__(self, *command: str, **environment: str) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # close() closes it
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**ENVIRONMENT, **(environment or {})},
+            env={**ENVIRONMENT, **environment},
             cwd=ROOT,
         )
         self.out = b""

@@ -113,9 +113,7 @@ class TestVerbs:
         assert self.run(ExpertUnavailable(3, 7, ()), monkeypatch) == 1
         out, err = capsys.readouterr()
         assert out == ""
-        assert err == (
-            "torch-eaas try: layer 3, expert 7 is unavailable (no server holds it)\n"
-        )
+        assert err == ("torch-eaas try: layer 3, expert 7 is unavailable (no server holds it)\n")
 
     def test_debug_shows_where_it_was_raised(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ExpertUnavailable):

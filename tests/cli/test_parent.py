@@ -73,9 +73,7 @@ def test_a_child_whose_parent_has_ended_already_does_not_start() -> None:
     ],
     ids=["succeeds", "fails", "no command", "no pid", "unknown command"],
 )
-def test_the_exit_code_is_the_commands(
-    arguments: tuple[str, ...], code: int, message: str
-) -> None:
+def test_the_exit_code_is_the_commands(arguments: tuple[str, ...], code: int, message: str) -> None:
     with Launched(sys.executable, "-m", "torch_eaas.cli.parent", *arguments) as command:
         assert command.end() == code
         assert command.err.startswith(message)

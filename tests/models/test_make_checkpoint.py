@@ -2,6 +2,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ TINY = SIZES | {
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
 }
-TRAIN = TrainConfig(steps=2, batch=2, length=16)
+TRAIN = TrainConfig(steps=2, batch=2, length=16, settle_steps=3)
 ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -231,12 +232,23 @@ def test_training_goes_on_from_a_saved_state_bit_by_bit(
     assert all(torch.equal(again[name], value) for name, value in weights.items())
 
 
+def test_settling_moves_the_routers_biases_and_no_weight(
+    text: Path, weights: dict[str, Tensor]
+) -> None:
+    unsettled = Trainer(Corpus.read(text), replace(TRAIN, settle_steps=0), DeepseekV3Config(**TINY))
+    unsettled.run()
+    before = unsettled.model.state_dict()
+    moved = {name for name, value in weights.items() if not torch.equal(before[name], value)}
+    assert moved == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)}
+    for name in moved:
+        # three steps of 0.001 up, down or neither
+        assert bool(((weights[name] - before[name]).abs() < 0.003 + 1e-6).all())
+
+
 def test_a_state_of_another_configuration_is_refused(text: Path, tmp_path: Path) -> None:
     state = tmp_path / "state.pt"
     Trainer(Corpus.read(text), TRAIN, DeepseekV3Config(**TINY)).save(state)
-    other = Trainer(
-        Corpus.read(text), TrainConfig(steps=3, batch=2, length=16), DeepseekV3Config(**TINY)
-    )
+    other = Trainer(Corpus.read(text), replace(TRAIN, steps=3), DeepseekV3Config(**TINY))
     with pytest.raises(ConfigError, match=r"was saved with .*'steps': 2.*, not .*'steps': 3"):
         other.resume(state)
 

@@ -43,7 +43,7 @@ class Cluster:
     """
 
     def __init__(self, config: ClusterConfig) -> None:
-        self._config = config
+        self.config = config
         self._servers: dict[str, Child] = {}
         with ExitStack() as stack:
             log = ["--log-level", config.log_level]
@@ -74,7 +74,7 @@ class Cluster:
         self.close()
 
     def _arguments(self, index: int) -> list[str]:
-        config = self._config
+        config = self.config
         return [
             str(config.checkpoint),
             f"--monitor={self.url}",

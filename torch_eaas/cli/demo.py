@@ -6,10 +6,12 @@ from typing import get_args
 
 import torch_eaas
 from torch_eaas.cli import arguments
+from torch_eaas.cli.cluster import Cluster, ClusterConfig
 from torch_eaas.cli.environment import set_threads
 from torch_eaas.cli.generate import add_sampling
 from torch_eaas.cli.verb import Verb
 from torch_eaas.config import Combine
+from torch_eaas.errors import CheckpointError
 
 CHECKPOINT = Path(torch_eaas.__file__).parent / "assets" / "shakespeare"
 LOG_LEVEL = "error"
@@ -63,28 +65,35 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
         parser.error(f"--copies must be at most --servers ({args.servers}), got {args.copies}")
     if args.copies < 2 and not args.no_kill:
         parser.error("with one holder of each expert nothing may be killed: add --no-kill")
+    if not args.checkpoint.is_dir():
+        # before four processes find that out
+        raise CheckpointError(f"{args.checkpoint}: is no directory; a checkpoint is one")
     set_threads(1)
-    # torch is imported only now
-    from torch_eaas.cli.decoding import DecodingOptions
-    from torch_eaas.cli.demonstration import DemoOptions, demonstrate
+    config = ClusterConfig(
+        checkpoint=args.checkpoint,
+        servers=args.servers,
+        copies=args.copies,
+        storage="fp32",
+        log_level=args.log_level or LOG_LEVEL,
+    )
+    with Cluster(config) as cluster:
+        # torch is imported only now, while the servers import it too
+        from torch_eaas.cli.decoding import DecodingOptions
+        from torch_eaas.cli.demonstration import DemoOptions, demonstrate
 
-    return demonstrate(
-        DemoOptions(
-            checkpoint=args.checkpoint,
-            servers=args.servers,
-            copies=args.copies,
+        decoding = DecodingOptions(
+            max_new_tokens=args.tokens,
+            temperature=None if args.greedy else args.temperature,
+            seed=args.seed,
+        )
+        options = DemoOptions(
             kill=not args.no_kill,
             prompt=args.prompt,
             combine=args.combine,
             report=args.json,
-            log_level=args.log_level or LOG_LEVEL,
-            decoding=DecodingOptions(
-                max_new_tokens=args.tokens,
-                temperature=None if args.greedy else args.temperature,
-                seed=args.seed,
-            ),
+            decoding=decoding,
         )
-    )
+        return demonstrate(options, cluster)
 
 
 VERB = Verb(

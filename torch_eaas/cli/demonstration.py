@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch_eaas.cli.phases import Mark, Phase, phase_of
 from torch_eaas.cli.printer import Printer
 from torch_eaas.cli.text import Text, text_of
 from torch_eaas.client import Client
-from torch_eaas.config import Combine, Storage
+from torch_eaas.config import Combine
 from torch_eaas.models.checkpoint import Checkpoint
 from torch_eaas.models.load import load_client, load_local
 from torch_eaas.models.moe import find_family, read_shape
@@ -30,22 +29,12 @@ from torch_eaas.models.moe import find_family, read_shape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-STORAGE: Storage = "fp32"
 WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What to show."""
-
-    checkpoint: Path
-    """The model."""
-
-    servers: int
-    """Expert servers."""
-
-    copies: int
-    """Holders of each expert."""
+    """What to show with a cluster."""
 
     kill: bool
     """Whether a server dies in the middle."""
@@ -59,38 +48,27 @@ class DemoOptions:
     report: Path | None
     """Where to write the report."""
 
-    log_level: str
-    """Of the children."""
-
     decoding: DecodingOptions
     """How tokens are chosen."""
 
-    @property
-    def victim(self) -> str:
-        """The server that dies."""
-        return f"server-{self.servers // 2}"
 
-
-def demonstrate(options: DemoOptions) -> int:
-    """Show it; return the exit code."""
+def demonstrate(options: DemoOptions, cluster: Cluster) -> int:
+    """Show it; return the exit code. The servers may still be starting."""
     torch.set_num_threads(1)
-    with ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(_cluster_config(options)))
-        # the servers start while this process loads
-        checkpoint = stack.enter_context(Checkpoint(options.checkpoint))
-        shape = read_shape(checkpoint)
-        config = client_config(shape, name="demo", combine=options.combine, storage=STORAGE)
-        client = stack.enter_context(Client(config, monitor=cluster.url))
-        remote, local = load_client(checkpoint.path, client), load_local(checkpoint.path)
-        findings = Findings(settings=_settings(options), servers=cluster.ready())
-        client.wait_ready(shape.moe_layers, shape.num_experts)
-
-        stage = _Stage(options, text_of(checkpoint), Printer())
-        stage.introduce(cluster.url)
-        stage.write_remote(remote, client.counters, cluster, findings)
+    with Checkpoint(cluster.config.checkpoint) as checkpoint:
+        shape, text = read_shape(checkpoint), text_of(checkpoint)
         place = find_family(checkpoint.config).experts
-        layers = [local.get_submodule(place.format(layer=layer)) for layer in shape.moe_layers]
-        stage.write_local(local, _Stopwatch(layers).counters, findings)
+    path, storage = checkpoint.path, cluster.config.storage
+    config = client_config(shape, name="demo", combine=options.combine, storage=storage)
+    with Client(config, monitor=cluster.url) as client:
+        remote, local = load_client(path, client), load_local(path)
+        findings = Findings(settings=_settings(options, cluster.config), servers=cluster.ready())
+        client.wait_ready(shape.moe_layers, shape.num_experts)
+        stage = _Stage(options, text, findings)
+        stage.introduce(cluster)
+        stage.write_remote(remote, client, cluster)
+        experts = [local.get_submodule(place.format(layer=layer)) for layer in shape.moe_layers]
+        stage.write_local(local, _Stopwatch(experts))
     print(findings.text())
     report = findings.report()
     if options.report is not None:
@@ -104,35 +82,31 @@ class _Stage:
     Args:
         options: What to show.
         text: What the model reads and writes.
-        printer: Where the text appears.
+        findings: Takes what is found.
     """
 
-    def __init__(self, options: DemoOptions, text: Text, printer: Printer) -> None:
+    def __init__(self, options: DemoOptions, text: Text, findings: Findings) -> None:
         self._options = options
         self._text = text
-        self._printer = printer
+        self._findings = findings
+        self._printer = Printer()
         self._prompt = text.encode(options.prompt)
 
-    def introduce(self, url: str) -> None:
+    def introduce(self, cluster: Cluster) -> None:
         """Say what is going to be seen."""
-        options = self._options
+        decoding, servers = self._options.decoding, cluster.config
         self._printer.line(
-            f"{options.servers} expert servers, {options.copies} of them hold each expert; "
-            f"monitor at {url}\n{options.decoding.max_new_tokens} tokens, {options.decoding}\n"
+            f"{servers.servers} expert servers, {servers.copies} of them hold each expert; "
+            f"monitor at {cluster.url}\n{decoding.max_new_tokens} tokens, {decoding}\n"
         )
-        self._printer.write(options.prompt)
+        self._printer.write(self._options.prompt)
 
-    def write_remote(
-        self,
-        model: PreTrainedModel,
-        counters: Callable[[], Mapping[str, int]],
-        cluster: Cluster,
-        findings: Findings,
-    ) -> None:
+    def write_remote(self, model: PreTrainedModel, client: Client, cluster: Cluster) -> None:
         """Print the text as servers' experts make it, and kill one of them meanwhile."""
         self._warm_up(model)
-        options, victim = self._options, self._options.victim
-        after = max(options.decoding.max_new_tokens // 2, 1) if options.kill else 0
+        decoding, findings = self._options.decoding, self._findings
+        victim = f"server-{cluster.config.servers // 2}"
+        after = max(decoding.max_new_tokens // 2, 1) if self._options.kill else 0
         killer = Killer(partial(cluster.kill, victim), after)
         decoder = self._text.decoder()
 
@@ -142,7 +116,7 @@ class _Stage:
             self._printer.write(decoder(token))
 
         findings.remote, marks = decode(
-            model, self._prompt, options.decoding, on_token=show, counters=counters
+            model, self._prompt, decoding, on_token=show, counters=client.counters
         )
         self._printer.write(decoder(None))
         self._printer.end()
@@ -150,19 +124,14 @@ class _Stage:
             findings.kill = Kill(server=victim, after=after)
         findings.phases += _phases(marks, after if killer.has_killed else len(marks))
 
-    def write_local(
-        self,
-        model: PreTrainedModel,
-        counters: Callable[[], Mapping[str, int]],
-        findings: Findings,
-    ) -> None:
+    def write_local(self, model: PreTrainedModel, stopwatch: _Stopwatch) -> None:
         """Generate the text again, with all experts in this process."""
         self._warm_up(model)
-        findings.local, marks = decode(
-            model, self._prompt, self._options.decoding, counters=counters
+        self._findings.local, marks = decode(
+            model, self._prompt, self._options.decoding, counters=stopwatch.counters
         )
         phase = phase_of("local", marks)
-        findings.phases[:0] = [phase] if phase is not None else []
+        self._findings.phases[:0] = [phase] if phase is not None else []
 
     def _warm_up(self, model: PreTrainedModel) -> None:
         decode(model, self._prompt, replace(self._options.decoding, max_new_tokens=WARM_UP_TOKENS))
@@ -205,24 +174,14 @@ def _phases(marks: list[Mark], after: int) -> list[Phase]:
     return [phase for phase in phases if phase is not None]
 
 
-def _cluster_config(options: DemoOptions) -> ClusterConfig:
-    return ClusterConfig(
-        checkpoint=options.checkpoint,
-        servers=options.servers,
-        copies=options.copies,
-        storage=STORAGE,
-        log_level=options.log_level,
-    )
-
-
-def _settings(options: DemoOptions) -> dict[str, str | int]:
+def _settings(options: DemoOptions, cluster: ClusterConfig) -> dict[str, str | int]:
     return {
-        "checkpoint": options.checkpoint.name,
-        "servers": options.servers,
-        "copies": options.copies,
+        "checkpoint": cluster.checkpoint.name,
+        "servers": cluster.servers,
+        "copies": cluster.copies,
         "tokens": options.decoding.max_new_tokens,
         "decoding": str(options.decoding),
         "combine": options.combine,
-        "storage": STORAGE,
+        "storage": cluster.storage,
         "prompt": options.prompt,
     }

@@ -24,7 +24,6 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +128,9 @@ class Report:
 
     def text(self) -> str:
         """Return the rows and the checks as tables for people; lists are left out."""
-        lines = []
-        for _, rows in groupby(self.rows, key=lambda row: row["key"][0]):
-            lines += ["", *_table(list(rows))]
+        lines: list[str] = []
+        for rows in _groups(self.rows):
+            lines += ["", *_table(rows)]
         if self.checks:
             lines += ["", f"{'check':<34}{'value':>14}{'target':>14}"]
         for check in self.checks:
@@ -260,6 +259,18 @@ def _first(path: str, name: str) -> str | None:
     except OSError:
         return None
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), None)
+
+
+def _groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Split rows into tables: those in a row with the same fields, or the same first word."""
+    groups: list[list[Row]] = []
+    for row in rows:
+        last = groups[-1][-1] if groups else None
+        if last is not None and (list(last) == list(row) or last["key"][0] == row["key"][0]):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:

@@ -47,9 +47,10 @@ class LoopbackTransport(Transport):
     def dial(self, address: str, timeout: float) -> Link:
         with self._changed:
             listener = self._listeners.get(address)
-        if listener is None:
-            raise PeerGone(f"nobody listens at {address}")
-        return _LoopbackLink(self, listener, next(self._numbers))
+            if listener is None:
+                raise PeerGone(f"nobody listens at {address}")
+            # under the lock, so that a listener which closes now ends this link too
+            return _LoopbackLink(self, listener, next(self._numbers))
 
     @override
     def ring(self) -> None:

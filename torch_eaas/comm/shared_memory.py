@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from typing_extensions import override
 
@@ -64,7 +65,7 @@ class SharedMemoryTransport(Transport):
                 f"the shared_memory transport needs x86-64: Python has no memory fence, and on "
                 f"{machine} a word could become visible before its payload; use loopback"
             )
-        self._precise_threads: set[int] = set()
+        self._thread = threading.local()
 
     @override
     def create_window(self, nbytes: int) -> Window:
@@ -102,9 +103,8 @@ class SharedMemoryTransport(Transport):
 
     def _make_sleeps_precise(self) -> None:
         """Let this thread's sleeps end on time: the kernel adds up to 50 us by default."""
-        thread = threading.get_ident()
-        if thread not in self._precise_threads:
-            self._precise_threads.add(thread)
+        if not hasattr(self._thread, "sleeps_precisely"):
+            self._thread.sleeps_precisely = True
             with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
 
@@ -200,6 +200,11 @@ class _SharedMemoryListener(Listener):
             except EaasError as error:
                 send_frame(connection, {"error": str(error)})
                 return
+            except Exception as error:
+                # a fault of the handler is told to its caller, and ends nothing
+                logger.exception("control call %r of %s failed", body, self._address)
+                send_frame(connection, {"error": f"{type(error).__name__}: {error}"})
+                return
             answer = {**answer, "windows": [window.nbytes for window in returned]}
             send_frame(connection, answer, [window.fd for window in returned])
         finally:
@@ -244,6 +249,8 @@ class _SharedMemoryLink(Link):
                 raise
         adopted = _adopt(fds, answer.pop("windows", []))
         if "error" in answer:
+            for window in adopted:
+                window.close()
             raise HandshakeRefused(f"{self._address}: {answer['error']}")
         return answer, adopted
 
@@ -271,10 +278,12 @@ class _SharedMemoryLink(Link):
         self._socket.close()
 
 
-def _adopt(fds: list[int], sizes: list[int]) -> list[Window]:
+def _adopt(fds: list[int], sizes: Any) -> list[Window]:
     """Return the windows behind descriptors; on any fault all of them are closed."""
     windows: list[Window] = []
     try:
+        if not isinstance(sizes, list):
+            raise TransportError(f"a frame's windows are a list of sizes, got {sizes!r}")
         if len(fds) != len(sizes):
             raise TransportError(f"a frame announces {len(sizes)} windows and brings {len(fds)}")
         while fds:
@@ -289,9 +298,10 @@ def _adopt(fds: list[int], sizes: list[int]) -> list[Window]:
 
 
 def _bind(address: str) -> socket.socket:
+    name = socket_name(address)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.bind(socket_name(address))
+        sock.bind(name)
         sock.listen(128)
     except OSError as error:
         sock.close()

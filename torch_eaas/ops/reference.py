@@ -56,9 +56,10 @@ def grouped_gemm_ref(
 
     Args:
         x_RD: Rows sorted by group, ``(R, D)``.
-        weights: One matrix ``(N, D)`` for each group, of ``x_RD``'s dtype.
+        weights: One matrix ``(N, D)`` for each group; cast to ``x_RD``'s dtype where it is another.
         counts: Rows of each group; they sum to R.
-        deterministic: Pad groups of 1 to 3 rows, so that a row's bits depend on itself alone.
+        deterministic: Pad groups of 1 to 3 rows, so that a row's bits depend on itself alone; a
+            matrix is then read for four rows where it was for one.
 
     Returns:
         ``(R, N)``, of ``x_RD``'s dtype.
@@ -72,6 +73,7 @@ def grouped_gemm_ref(
     start = 0
     for weight_ND, count in zip(weights, counts, strict=True):
         rows = x_RD[start : start + count]
+        weight_ND = weight_ND.to(x_RD.dtype)
         if deterministic and count < MIN_ROWS:
             padded = F.pad(rows, (0, 0, 0, MIN_ROWS - count))
             out_RN[start : start + count] = F.linear(padded, weight_ND)[:count]

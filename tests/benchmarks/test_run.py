@@ -1,0 +1,65 @@
+"""Each benchmark from the command line to its file; no figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_eaas.cli.report import recompute
+
+ROOT = Path(__file__).parents[2]
+
+
+def measure(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *argv]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
+
+
+def quick(name: str, folder: Path) -> dict[str, Any]:
+    target = folder / f"{name}.json"
+    done = measure(name, "--quick", "--skip-tests", "--json", str(target))
+    assert (done.returncode, done.stderr) == (0, "")
+    written: dict[str, Any] = json.loads(target.read_text())
+    assert list(written) == ["name", "commit", "machine", "versions", "rows", "checks"]
+    assert written["name"] == name
+    for check, again in zip(written["checks"], recompute(written), strict=True):
+        assert (check["value"], check["ok"]) == (again.value, again.ok)
+        assert check["name"] in done.stdout
+    return written
+
+
+def test_transport_carries_each_size_each_way(tmp_path: Path) -> None:
+    pytest.importorskip("zmq", reason="zmq is one of the ways")
+    written = quick("transport", tmp_path)
+    keys = {tuple(row["key"]) for row in written["rows"]}
+    sizes = ("64B", "14k", "900k")
+    assert {(name, size) for name in ("shm", "pipe", "gloo", "zmq") for size in sizes} <= keys
+    names = {check["name"] for check in written["checks"]}
+    assert {"shm_14k_vs_gloo", "shm_14k_vs_zmq", "shm_900k_vs_zmq"} <= names
+    # the floor needs a C compiler, and says so where there is none
+    has_floor = ("floor", "14k") in keys
+    assert has_floor == ({"shm_14k_vs_floor", "shm_900k_vs_floor"} <= names)
+
+
+def test_layer_compares_remote_and_local_experts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the local experts are transformers'")
+    written = quick("layer", tmp_path)
+    keys = {tuple(row["key"]) for row in written["rows"]}
+    for tokens in ("T1", "T8", "T64", "T256"):
+        assert {("bf16", tokens, way) for way in ("eager", "grouped_mm", "remote")} <= keys
+    assert ("bookkeeping", "N32", "T8") in keys
+    names = {check["name"] for check in written["checks"]}
+    assert {"bookkeeping_3_us", "bookkeeping_32_us", "wait_extra_p99_us"} <= names
+
+
+def test_an_unknown_name_is_a_usage_error() -> None:
+    done = measure("nonsense")
+    assert done.returncode == 2
+    assert "nonsense" in done.stderr
