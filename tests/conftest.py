@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +54,14 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty"),
     ):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Begin with one thread for products; a test may change that, and it is put back."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

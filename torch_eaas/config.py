@@ -32,7 +32,7 @@ def check_choice(name: str, value: str, choices: object) -> None:
 
 def check_at_least(name: str, value: int, least: int) -> None:
     """Raise ConfigError unless ``value`` is an int of at least ``least``."""
-    if not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
@@ -89,6 +89,8 @@ class ClientConfig:
     """Windows of one pair that may lie abandoned; beyond it the server counts as down."""
 
     def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("name must not be empty")
         for name in ("hidden_size", "top_k", "max_tokens", "max_micro_batches", "max_retired"):
             check_at_least(name, getattr(self, name), 1)
         check_choice("wire_dtype", self.wire_dtype, WireDtype)
@@ -155,7 +157,10 @@ class MonitorConfig:
     """How often members are asked to report."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
+        if not self.host:
+            raise ConfigError("host must not be empty; 0.0.0.0 binds every interface")
+        check_at_least("port", self.port, 0)
+        if self.port > 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         check_positive("lease", self.lease)
         check_positive("heartbeat", self.heartbeat)

@@ -139,6 +139,7 @@ class ExpertPool(nn.Module):
         """
         self.update({(layer, expert): weights})
 
+    @torch.no_grad()
     def update(self, experts: Mapping[tuple[int, int], ExpertWeights]) -> None:
         """Hold more experts, in one step."""
         new = {}
@@ -171,6 +172,7 @@ class ExpertPool(nn.Module):
         """
         return self.run(self.table, x_TD, groups_TK, weights_TK, per_expert=per_expert)
 
+    @torch.no_grad()
     def run(
         self,
         table: GroupTable,
@@ -210,20 +212,27 @@ class ExpertPool(nn.Module):
 
     def _check(self, layer: int, expert: int, weights: ExpertWeights) -> None:
         wanted = (self.intermediate_size, self.hidden_size)
-        for name, matrix, shape in (
-            ("gate", weights.gate_ID, wanted),
-            ("up", weights.up_ID, wanted),
-            ("down", weights.down_DI, wanted[::-1]),
+        scales = weights.scales or (None, None, None)
+        for name, matrix, scale, shape in (
+            ("gate", weights.gate_ID, scales[0], wanted),
+            ("up", weights.up_ID, scales[1], wanted),
+            ("down", weights.down_DI, scales[2], wanted[::-1]),
         ):
             if tuple(matrix.shape) != shape:
                 raise ConfigError(
                     f"layer {layer}, expert {expert}: {name} must be {shape}, "
                     f"got {tuple(matrix.shape)}"
                 )
-            if (matrix.dtype == torch.float8_e4m3fn) != (weights.scales is not None):
+            if (matrix.dtype == torch.float8_e4m3fn) != (scale is not None):
                 raise ConfigError(
                     f"layer {layer}, expert {expert}: block scales belong to float8_e4m3fn "
                     f"weights and to no others, got {name} of {matrix.dtype}"
+                )
+            grid = tuple(-(-n // b) for n, b in zip(shape, weights.block, strict=True))
+            if scale is not None and tuple(scale.shape) != grid:
+                raise ConfigError(
+                    f"layer {layer}, expert {expert}: scales of {name} must be {grid} for blocks "
+                    f"of {weights.block}, got {tuple(scale.shape)}"
                 )
 
     def _replace(self, experts: dict[tuple[int, int], _Expert]) -> None:

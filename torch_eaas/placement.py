@@ -46,6 +46,8 @@ def share(
     """
     if count < 1 or not 0 <= index < count:
         raise ConfigError(f"a share is index/count with 0 <= index < count, got {index}/{count}")
+    if num_experts < 1:
+        raise ConfigError(f"num_experts must be at least 1, got {num_experts}")
     if not 1 <= copies <= count:
         raise ConfigError(f"copies must be 1 to the number of servers ({count}), got {copies}")
     experts = tuple(e for e in range(num_experts) if (index - e) % count < copies)
@@ -88,17 +90,22 @@ class ServerInfo:
             state = data.get("state", "serving")
             if state not in ("serving", "draining"):
                 raise ValueError(f"state {state!r}")
+            instance = int(data["instance"], 16)
+            if not 0 <= instance < 1 << 64:
+                raise ValueError(f"instance {data['instance']!r} is not a 64-bit id")
             return cls(
                 name=str(data["name"]),
-                instance=int(data["instance"], 16),
+                instance=instance,
                 address=str(data["address"]),
                 holdings={
-                    int(layer): tuple(sorted({int(e) for e in ids}))
+                    _number(int(layer), "layer"): tuple(
+                        sorted({_number(expert, "expert") for expert in ids})
+                    )
                     for layer, ids in data["holdings"].items()
                 },
                 state=state,
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"not a server description: {error!r}") from error
 
 
@@ -165,8 +172,19 @@ class Placement:
             servers = sorted(
                 (ServerInfo.from_json(entry) for entry in data["servers"]), key=lambda s: s.name
             )
-            return cls(tuple(servers), int(data["version"]), int(data["term"]))
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(
+                tuple(servers),
+                _number(data["version"], "version"),
+                _number(data["term"], "term"),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"not a placement: {error!r}") from error
+
+
+def _number(value: object, name: str) -> int:
+    """Return a JSON number that counts something; ValueError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+    return value

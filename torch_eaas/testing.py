@@ -94,7 +94,7 @@ class DelayedExperts(Experts):
 
 
 def random_experts(
-    hidden_size: int, intermediate_size: int, layers: list[int], num_experts: int, seed: int
+    hidden_size: int, intermediate_size: int, layers: list[int], num_experts: int, seed: int = 0
 ) -> dict[tuple[int, int], ExpertWeights]:
     """Return random fp32 weights of every expert of some layers; the same for the same seed.
 

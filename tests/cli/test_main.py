@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -85,6 +86,35 @@ def test_wrong_usage_ends_with_2(
         cli.main(arguments.split())
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+BROKEN = """
+import sys
+from torch_eaas.cli import main as cli
+from torch_eaas.cli.verb import Verb
+def work(args, parser):
+    while True:
+        print("x" * 10000, flush=True)
+verb = Verb(name="try", summary="", description="", add_arguments=lambda p: None, run=work)
+cli.VERBS = (verb,)
+sys.exit(cli.main(["try"]))
+"""
+
+
+def test_a_reader_that_leaves_is_no_reason_for_a_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", BROKEN],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+            cwd=ROOT,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 class TestVerbs:

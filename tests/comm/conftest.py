@@ -2,4 +2,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("transport_contract")
+pytest.register_assert_rewrite("tests.comm.transport_contract")

@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
-from transport_contract import TIMEOUT_S, PlannedHandler, TransportContract, eventually
 from typing_extensions import override
 
+from tests.comm.transport_contract import TIMEOUT_S, PlannedHandler, TransportContract, eventually
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.errors import PeerGone, TransportError

@@ -17,15 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transport_contract import (
+from typing_extensions import override
+
+from tests.comm.transport_contract import (
     TIMEOUT_S,
     PlannedHandler,
     TransportContract,
     assert_call_times_out,
     eventually,
 )
-from typing_extensions import override
-
 from torch_eaas.comm import shared_memory
 from torch_eaas.comm.frames import receive_frame, send_frame
 from torch_eaas.comm.loopback import LoopbackTransport
@@ -40,7 +40,7 @@ needs_x86 = pytest.mark.skipif(not ON_X86, reason="shared_memory needs x86-64's 
 SCRIPT = """
 import os, sys, time
 sys.path.insert(0, {tests!r})
-from transport_contract import PlannedHandler
+from tests.comm.transport_contract import PlannedHandler
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 assert "torch" not in sys.modules
 transport = SharedMemoryTransport()

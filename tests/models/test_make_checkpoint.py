@@ -182,7 +182,7 @@ def test_the_folder_loads_into_a_fresh_model_that_predicts_as_the_readme_says(
     )
     load_checkpoint(folder, fresh.model)
     loss = evaluate(fresh.model, trained.corpus.held_out, 16)
-    assert f"as stored here, FP8 | {loss:.4f} nats" in (folder / "README.md").read_text()
+    assert f"as stored here, in FP8 | {loss:.4f} nats" in (folder / "README.md").read_text()
 
 
 def test_config_json_reads_as_r1s_does(folder: Path) -> None:

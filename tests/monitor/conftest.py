@@ -9,6 +9,7 @@ import pytest
 
 from tests.monitor.party import Party, Start
 from tests.monitor.planned import FAST
+from torch_eaas.config import MonitorConfig
 from torch_eaas.monitor.agent import Announcement
 from torch_eaas.monitor.app import MonitorHandle, serve_in_background
 
@@ -31,9 +32,12 @@ def calm() -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def http(monitor: MonitorHandle) -> Iterator[httpx.Client]:
-    """A client of that monitor."""
-    with httpx.Client(base_url=monitor.url, trust_env=False, verify=False, timeout=5) as client:
+def http() -> Iterator[httpx.Client]:
+    """A client of a new monitor, whose leases outlast any test."""
+    with (
+        serve_in_background(MonitorConfig()) as handle,
+        httpx.Client(base_url=handle.url, trust_env=False, verify=False, timeout=5) as client,
+    ):
         yield client
 
 

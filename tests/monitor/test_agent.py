@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ from torch_eaas.config import MonitorConfig
 from torch_eaas.errors import ConfigError
 from torch_eaas.monitor.agent import MonitorAgent, fetch_placement
 from torch_eaas.monitor.app import MonitorHandle, serve_in_background
+from torch_eaas.monitor.link import MonitorLink
 from torch_eaas.placement import Placement
 
 SLOW = MonitorConfig(heartbeat=timedelta(seconds=20), lease=timedelta(seconds=60))
@@ -78,22 +80,31 @@ def test_refresh_fetches_in_the_callers_thread(start: Start) -> None:
         assert len(party.placements) == 2, "the same placement is not delivered again"
 
 
-def test_placements_arrive_in_order_from_many_threads(monitor: MonitorHandle, start: Start) -> None:
-    party = start(monitor.url, client("c", 1))
+def test_placements_arrive_in_order_from_many_threads(http: httpx.Client, start: Start) -> None:
+    party = start(str(http.base_url), client("c", 1))
     callers = [
         threading.Thread(target=lambda: [party.agent.refresh(SHORT) for _ in range(10)])
         for _ in range(4)
     ]
     for caller in callers:
         caller.start()
-    with httpx.Client(base_url=monitor.url, trust_env=False, verify=False) as http:
-        for i in range(20):
-            http.post("/join", json=server("s", i + 2).to_json())
+    for i in range(20):
+        http.post("/join", json=server("s", i + 2).to_json())
     for caller in callers:
         caller.join()
-    assert party.agent.refresh(SHORT)
+    wait_until(lambda: party.agent.refresh(SHORT) and party.orders[-1] == (1, 21))
     assert party.orders == sorted(set(party.orders))
-    assert party.orders[-1] == (1, 21)
+
+
+def test_a_placement_that_is_known_is_not_fetched_again(
+    monitor: MonitorHandle, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    party = start(monitor.url, client("c", 1))
+    wait_until(lambda: party.placements)
+    fetched: list[str] = []
+    monkeypatch.setattr(MonitorLink, "placement", lambda link: fetched.append(link.url))
+    time.sleep(0.3)
+    assert fetched == []
 
 
 def test_closing_leaves_and_is_safe_twice(monitor: MonitorHandle, start: Start) -> None:

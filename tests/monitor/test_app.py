@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.monitor.planned import client, server, wait_until
+from torch_eaas.monitor.app import MonitorHandle
 from torch_eaas.monitor.schemas import MAX_BODY_BYTES
 from torch_eaas.placement import Placement
 
@@ -26,7 +27,7 @@ def metrics_of(http: httpx.Client) -> dict[tuple[str, ...], float]:
 def test_a_member_joins_beats_and_leaves(http: httpx.Client) -> None:
     joined = http.post("/join", json=SERVER).json()
     assert (joined["status"], joined["term"], joined["version"]) == ("ok", 1, 1)
-    assert (joined["heartbeat"], joined["lease"]) == (0.05, 0.4)
+    assert (joined["heartbeat"], joined["lease"]) == (0.5, 5.0)
     beaten = http.post("/heartbeat", json={"instance": LIFE, "state": "draining"}).json()
     assert beaten == {"status": "ok", "monitor": joined["monitor"], "term": 1, "version": 2}
     assert http.get("/members").json()["servers"][0]["state"] == "draining"
@@ -159,10 +160,11 @@ def test_the_metrics_count_members_and_pass_their_counters_on(http: httpx.Client
     assert metrics["torch_eaas_member_rows", "s1"] == 0.5
 
 
-def test_a_lease_that_expires_is_counted_and_the_server_is_down(http: httpx.Client) -> None:
-    http.post("/join", json=SERVER)
-    wait_until(lambda: http.get("/members").json()["suspects"])
-    metrics = metrics_of(http)
+def test_a_lease_that_expires_is_counted_and_the_server_is_down(monitor: MonitorHandle) -> None:
+    with httpx.Client(base_url=monitor.url, trust_env=False, verify=False) as http:
+        http.post("/join", json=SERVER)
+        wait_until(lambda: http.get("/members").json()["suspects"])
+        metrics = metrics_of(http)
     assert metrics["torch_eaas_server_up", "s1"] == 0
     assert metrics["torch_eaas_leases_expired_total",] == 1
     assert metrics["torch_eaas_members", "server"] == 0

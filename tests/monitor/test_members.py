@@ -205,6 +205,9 @@ def test_a_server_without_a_model_may_only_stand_by() -> None:
     cluster.join(server("s2", 2, {}, model=None))
     assert cluster.names == ["s2"]
     assert cluster.members.not_ready == "no server has announced a model"
+    cluster.join(server("s1", 1))
+    cluster.join(server("s3", 3, {}, model=None))
+    assert cluster.members.ready
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from torch_eaas.monitor.app import serve_in_background
 from torch_eaas.monitor.service import Service
 from torch_eaas.monitor.serving import MonitorServer
 
-LIFE = "00000000000000a1"
 SERVER: dict[str, Any] = server("s1", 0xA1).to_json()
 
 

@@ -7,7 +7,8 @@ import struct
 from typing import Any
 
 import pytest
-from record_traces import CLIENT, LAYERS, SCRIPTS, TRACES, Exchange, run, tokens
+
+from tests.protocol.record_traces import CLIENT, LAYERS, SCRIPTS, TRACES, Exchange, run, tokens
 
 Trace = dict[str, Any]
 EVERY = pytest.mark.parametrize("name", SCRIPTS)

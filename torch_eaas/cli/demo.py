@@ -15,7 +15,7 @@ from torch_eaas.errors import CheckpointError
 
 CHECKPOINT = Path(torch_eaas.__file__).parent / "assets" / "shakespeare"
 LOG_LEVEL = "error"
-PROMPT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\n"
+PROMPT = "ROMEO:\n"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -57,6 +57,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     # a model as small as this one soon repeats itself when the likeliest token is taken
     parser.add_argument("--greedy", action="store_true", help="take the likeliest tokens")
     add_sampling(parser)
+    parser.set_defaults(temperature=0.7, seed=1)
 
 
 def run(args: Namespace, parser: ArgumentParser) -> int:

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
-MIN_ROWS = 4
-"""Rows to which a small group is padded: fp32 products of 1 to 3 rows give other bits."""
+ROW_MULTIPLE = 4
+"""To what a group's rows are padded: fp32 products of 1 to 3 rows give other bits, and with
+several threads the last 1 to 3 rows of a larger product do too."""
 
 
 def pack_ref(groups_R: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -58,8 +59,8 @@ def grouped_gemm_ref(
         x_RD: Rows sorted by group, ``(R, D)``.
         weights: One matrix ``(N, D)`` for each group; cast to ``x_RD``'s dtype where it is another.
         counts: Rows of each group; they sum to R.
-        deterministic: Pad groups of 1 to 3 rows, so that a row's bits depend on itself alone; a
-            matrix is then read for four rows where it was for one.
+        deterministic: Pad each group to a multiple of 4 rows, so that a row's bits depend on
+            itself alone; a matrix is then read for four rows where it was for one.
 
     Returns:
         ``(R, N)``, of ``x_RD``'s dtype.
@@ -74,8 +75,9 @@ def grouped_gemm_ref(
     for weight_ND, count in zip(weights, counts, strict=True):
         rows = x_RD[start : start + count]
         weight_ND = weight_ND.to(x_RD.dtype)
-        if deterministic and count < MIN_ROWS:
-            padded = F.pad(rows, (0, 0, 0, MIN_ROWS - count))
+        missing = -count % ROW_MULTIPLE if deterministic else 0
+        if missing:
+            padded = F.pad(rows, (0, 0, 0, missing))
             out_RN[start : start + count] = F.linear(padded, weight_ND)[:count]
         else:
             torch.mm(rows, weight_ND.t(), out=out_RN[start : start + count])
@@ -104,7 +106,8 @@ def combine_ref(
     Args:
         rows_ND: Experts' outputs in group order, ``(N, D)``; N rows belong to a group.
         order_R: The order that ``pack_ref`` gave, ``(R,)``; its first N entries are used.
-        weights_TK: Final router weights, ``(T, K)`` fp32.
+        weights_TK: Final router weights, ``(T, K)`` fp32; those beside what no group computed
+            are not looked at.
         per_expert: Return one row per (token, expert) instead of their sum per token.
 
     Returns:
@@ -112,9 +115,10 @@ def combine_ref(
     """
     num_tokens, top_k = weights_TK.shape
     num_rows, hidden = rows_ND.shape
+    order_N = order_R[:num_rows]
     out_RD = torch.zeros((num_tokens * top_k, hidden), dtype=torch.float32)
-    out_RD[order_R[:num_rows]] = rows_ND.float()
-    out_TKD = out_RD.view(num_tokens, top_k, hidden).mul_(weights_TK.unsqueeze(-1))
+    out_RD[order_N] = rows_ND.float() * weights_TK.reshape(-1)[order_N].unsqueeze(1)
+    out_TKD = out_RD.view(num_tokens, top_k, hidden)
     if per_expert:
         return out_TKD
     sum_TD = out_TKD[:, 0].clone()

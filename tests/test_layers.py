@@ -1,0 +1,183 @@
+"""Imports point down the layout, heavy imports stay where they belong, and no file breaks form."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torch_eaas
+
+PACKAGE = Path(torch_eaas.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+ROWS = (
+    {"errors"},
+    {"config"},
+    # placement is pure and without torch; experts says in its terms what it holds
+    {"protocol", "placement"},
+    {"comm", "ops"},
+    {"experts", "routers"},
+    {"monitor"},
+    {"client", "server"},
+    {"dbo"},
+    {"remote_moe"},
+    {"models"},
+    {"testing", "cli", "sim"},
+    {"top"},
+)
+"""A file may import from its own unit and from lower rows; units of one row are strangers."""
+
+CLIENT = {"client", "client_calls", "client_engine", "client_pairs"}
+CLIENT |= {"connections", "directory", "routing"}
+SERVER = {"server", "server_batch", "server_control", "server_pairs"}
+TOP = {"", "__main__"}
+
+WITHOUT_TORCH = ["errors", "config", "protocol", "placement", "comm", "monitor", "cli.main"]
+"""Files and folders that never import torch."""
+
+
+def module_of(file: Path) -> str:
+    """Return a file's module within the package; "" is the package itself."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def unit_of(module: str) -> str:
+    """Return the folder or the group of files that a module belongs to."""
+    head = module.split(".")[0]
+    for unit, members in (("client", CLIENT), ("server", SERVER), ("top", TOP)):
+        if head in members:
+            return unit
+    return head
+
+
+def row_of(module: str) -> int:
+    unit = unit_of(module)
+    [row] = [i for i, units in enumerate(ROWS) if unit in units]
+    return row
+
+
+def may_import(here: str, there: str) -> bool:
+    return unit_of(here) == unit_of(there) or row_of(there) < row_of(here)
+
+
+def imports_of(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and module of each import, inside functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
+            assert node.module is not None
+            for alias in node.names:
+                # "from torch_eaas import errors" imports a module too
+                name = f"{node.module}.{alias.name}"
+                is_module = (PACKAGE.parent / Path(*name.split("."))).with_suffix(".py").exists()
+                yield node.lineno, name if is_module else node.module
+
+
+FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: module_of(file) or "torch_eaas")
+
+
+@FILE
+def test_every_file_has_a_row_in_the_layout(file: Path) -> None:
+    assert sum(unit_of(module_of(file)) in units for units in ROWS) == 1, (
+        f"{file.name} is in no row: add it to ROWS, where the layout puts it"
+    )
+
+
+@FILE
+def test_a_file_imports_from_its_own_folder_and_from_lower_rows_only(file: Path) -> None:
+    here = module_of(file)
+    for line, name in imports_of(file):
+        if name.split(".")[0] != "torch_eaas" or name == "torch_eaas":
+            continue
+        there = name.removeprefix("torch_eaas.")
+        assert may_import(here, there), f"{file}:{line}: {here} may not import {there}"
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "may"),
+    [
+        ("experts", "placement", True),
+        ("placement", "experts", False),
+        ("comm.window", "ops.reference", False),
+        ("ops.reference", "comm.window", False),
+        ("comm.frames", "comm.window", True),
+        ("client_engine", "monitor.agent", True),
+        ("monitor.agent", "client_engine", False),
+        ("client_pairs", "server_pairs", False),
+        ("server_pairs", "client_pairs", False),
+        ("protocol.layout", "config", True),
+        ("config", "protocol.layout", False),
+        ("__main__", "cli.main", True),
+        ("cli.main", "__main__", False),
+    ],
+)
+def test_the_rule_is_the_layouts(here: str, there: str, may: bool) -> None:
+    assert may_import(here, there) == may
+
+
+def test_only_the_command_line_asks_the_package_itself_for_names() -> None:
+    users = {
+        unit_of(module_of(file))
+        for file in FILES
+        for _, name in imports_of(file)
+        if name == "torch_eaas"
+    }
+    assert users <= {"cli", "top"}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_what_needs_no_torch_never_imports_it(name: str) -> None:
+    modules = [
+        f"torch_eaas.{module}"
+        for module in map(module_of, FILES)
+        if module == name or module.startswith(f"{name}.")
+    ]
+    assert modules
+    script = "import importlib, sys\nfor m in sys.argv[1:]: importlib.import_module(m)\n"
+    script += "assert not {'torch', 'transformers', 'triton'} & set(sys.modules)"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *modules],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@FILE
+def test_nothing_is_pickled(file: Path) -> None:
+    pickles = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+    assert not pickles & {name.split(".")[0] for _, name in imports_of(file)}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            # torch.load and torch.save pickle as well
+            called = f"{node.value.id}.{node.attr}"
+            assert called not in ("torch.load", "torch.save"), f"{file}:{node.lineno}: {called}"
+
+
+@FILE
+def test_every_file_is_ascii(file: Path) -> None:
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        assert line.isascii(), f"{file}:{number}"
+
+
+@FILE
+def test_every_module_says_what_it_is(file: Path) -> None:
+    assert ast.get_docstring(ast.parse(file.read_text())), f"{file} has no docstring"
+
+
+@FILE
+def test_no_function_declares_a_global(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        assert not isinstance(node, ast.Global), f"{file}:{node.lineno}: global"
