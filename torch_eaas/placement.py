@@ -46,8 +46,8 @@ def share(
     """
     if count < 1 or not 0 <= index < count:
         raise ConfigError(f"a share is index/count with 0 <= index < count, got {index}/{count}")
-    if num_experts < 1:
-        raise ConfigError(f"num_experts must be at least 1, got {num_experts}")
+    if num_experts < 0:
+        raise ConfigError(f"num_experts must not be negative, got {num_experts}")
     if not 1 <= copies <= count:
         raise ConfigError(f"copies must be 1 to the number of servers ({count}), got {copies}")
     experts = tuple(e for e in range(num_experts) if (index - e) % count < copies)
