@@ -24,7 +24,7 @@ from torch_eaas.server_control import ServerControl
 WIDTHS = sorted({hidden for _, hidden in SIZES.values()})
 CLIENT_INSTANCE = 7
 BUDGET_US = 3600 * 10**6
-"""It counts from the server's last look at the slot, and the other variants take turns meanwhile."""
+"""It counts from the server's last look at the slot; the other variants take turns meanwhile."""
 
 
 class SlotEcho(Echo):

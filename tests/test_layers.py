@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,14 @@ def may_import(here: str, there: str) -> bool:
     return unit_of(here) == unit_of(there) or row_of(there) < row_of(here)
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imports_of(file: Path) -> Iterator[tuple[int, str]]:
     """Yield line and module of each import, inside functions and under TYPE_CHECKING too."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -85,11 +91,11 @@ def imports_of(file: Path) -> Iterator[tuple[int, str]]:
 FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: module_of(file) or "torch_eaas")
 
 
-@FILE
-def test_every_file_has_a_row_in_the_layout(file: Path) -> None:
-    assert sum(unit_of(module_of(file)) in units for units in ROWS) == 1, (
-        f"{file.name} is in no row: add it to ROWS, where the layout puts it"
-    )
+def test_every_file_has_a_row_in_the_layout() -> None:
+    for file in FILES:
+        assert sum(unit_of(module_of(file)) in units for units in ROWS) == 1, (
+            f"{file.name} is in no row: add it to ROWS, where the layout puts it"
+        )
 
 
 @FILE
@@ -155,29 +161,29 @@ def test_what_needs_no_torch_never_imports_it(name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@FILE
-def test_nothing_is_pickled(file: Path) -> None:
+def test_nothing_is_pickled() -> None:
     pickles = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
-    assert not pickles & {name.split(".")[0] for _, name in imports_of(file)}
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            # torch.load and torch.save pickle as well
-            called = f"{node.value.id}.{node.attr}"
-            assert called not in ("torch.load", "torch.save"), f"{file}:{node.lineno}: {called}"
+    for file in FILES:
+        assert not pickles & {name.split(".")[0] for _, name in imports_of(file)}, file
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                # torch.load and torch.save pickle as well
+                called = f"{node.value.id}.{node.attr}"
+                assert called not in ("torch.load", "torch.save"), f"{file}:{node.lineno}"
 
 
-@FILE
-def test_every_file_is_ascii(file: Path) -> None:
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        assert line.isascii(), f"{file}:{number}"
+def test_every_file_is_ascii() -> None:
+    for file in FILES:
+        for number, line in enumerate(file.read_bytes().splitlines(), 1):
+            assert line.isascii(), f"{file}:{number}"
 
 
-@FILE
-def test_every_module_says_what_it_is(file: Path) -> None:
-    assert ast.get_docstring(ast.parse(file.read_text())), f"{file} has no docstring"
+def test_every_module_says_what_it_is() -> None:
+    for file in FILES:
+        assert ast.get_docstring(tree_of(file)), f"{file} has no docstring"
 
 
-@FILE
-def test_no_function_declares_a_global(file: Path) -> None:
-    for node in ast.walk(ast.parse(file.read_text())):
-        assert not isinstance(node, ast.Global), f"{file}:{node.lineno}: global"
+def test_no_function_declares_a_global() -> None:
+    for file in FILES:
+        for node in ast.walk(tree_of(file)):
+            assert not isinstance(node, ast.Global), f"{file}:{node.lineno}"

@@ -149,7 +149,7 @@ class Client:
         self._counters["dispatches"] += 1
         self._counters["tokens"] += call.num_tokens
         self._counters["bookkeeping_us"] += int((self._clock() - started) * 1e6)
-        return torch.tensor([ticket])
+        return torch.from_numpy(np.array([ticket]))
 
     def combine(self, ticket: Tensor, add: Tensor | None = None) -> Tensor:
         """Wait for the answers of a dispatch and add them up.
@@ -217,13 +217,14 @@ class Client:
         self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int
     ) -> Call:
         hidden, top_k = self.config.hidden_size, self.config.top_k
-        if x_TD.dim() != 2 or x_TD.shape[1] != hidden or x_TD.dtype not in INPUT_DTYPES:
+        shape = x_TD.shape
+        if len(shape) != 2 or shape[1] != hidden or x_TD.dtype not in INPUT_DTYPES:
             raise ConfigError(
                 f"layer {layer}: hidden states must be (T, {hidden}) in fp32, bf16 or fp16, "
-                f"got {tuple(x_TD.shape)} in {x_TD.dtype}"
+                f"got {tuple(shape)} in {x_TD.dtype}"
             )
-        expected = (x_TD.shape[0], top_k)
-        if tuple(ids_TK.shape) != expected or tuple(weights_TK.shape) != expected:
+        expected = (shape[0], top_k)
+        if ids_TK.shape != expected or weights_TK.shape != expected:
             raise ConfigError(
                 f"layer {layer}: expert ids and weights must be {expected}, "
                 f"got {tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"

@@ -18,7 +18,7 @@ from torch_eaas.protocol.requests import Fate, Original, Request
 
 IDS = NDArray[np.int64]
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FEW_ROWS = 4
+FEW_ROWS = 8
 
 
 class Piece:
@@ -80,6 +80,12 @@ class Sent(Request):
             return self.kept
         assert self.conn is not None
         return self.conn.rows(self.slot, len(self.piece.rows_n))
+
+    def numpy_rows(self) -> NDArray[np.float32]:
+        """Return the answer's rows in fp32, as numpy sees them."""
+        if self.kept is None and self.conn is not None and self.conn.numpy_rows is not None:
+            return self.conn.numpy_rows[self.slot]
+        return self.rows().float().numpy()
 
     def keep(self) -> None:
         """Copy the answer out of its slot, and free the slot."""
@@ -191,17 +197,23 @@ class Call:
     def _sum_partial(self, hidden_size: int) -> Tensor:
         sum_TD: Tensor | None = None
         for request in self._winners():
-            rows_nD = request.rows()
-            covers_all = len(request.piece.rows_n) == self.num_tokens
+            tokens_n = request.piece.rows_n
+            covers_all = len(tokens_n) == self.num_tokens
             if sum_TD is None:
                 if covers_all:
-                    sum_TD = rows_nD.to(torch.float32, copy=True)
+                    sum_TD = request.rows().to(torch.float32, copy=True)
                     continue
                 sum_TD = torch.zeros(self.num_tokens, hidden_size)
             if covers_all:
-                sum_TD += rows_nD
+                sum_TD += request.rows()
+            elif len(tokens_n) <= FEW_ROWS:
+                # numpy's calls are shorter: at few rows the calls are all that costs
+                to_TD, from_nD = sum_TD.numpy(), request.numpy_rows()
+                for i, token in enumerate(tokens_n.tolist()):
+                    row_D = to_TD[token]
+                    np.add(row_D, from_nD[i], row_D)
             else:
-                _add_rows(sum_TD, request.piece.rows_n, rows_nD)
+                sum_TD.index_add_(0, torch.from_numpy(tokens_n), request.rows().float())
         return torch.zeros(self.num_tokens, hidden_size) if sum_TD is None else sum_TD
 
     def _sum_exact(self, hidden_size: int) -> Tensor:
@@ -217,18 +229,6 @@ class Call:
         return sum_TD
 
 
-def _add_rows(sum_TD: Tensor, tokens_n: IDS, rows_nD: Tensor) -> None:
-    """Add rows to those of their tokens; each token occurs once."""
-    if len(tokens_n) <= FEW_ROWS and rows_nD.dtype == torch.float32:
-        # numpy's calls are shorter: at few rows the calls are all that costs
-        to_TD, from_nD = sum_TD.numpy(), rows_nD.numpy()
-        for i, token in enumerate(tokens_n.tolist()):
-            row_D = to_TD[token]
-            np.add(row_D, from_nD[i], row_D)
-    else:
-        sum_TD.index_add_(0, torch.from_numpy(tokens_n), rows_nD.float())
-
-
 def check_ids(layer: int, ids_TK: IDS, num_experts: int) -> IDS:
     """Return the ids with every "no expert" as -1: both -1 and ``num_experts`` mean that.
 
@@ -237,8 +237,10 @@ def check_ids(layer: int, ids_TK: IDS, num_experts: int) -> IDS:
     """
     if not ids_TK.size:
         return ids_TK
-    highest = int(ids_TK.max())
-    if highest > num_experts or int(ids_TK.min()) < -1:
+    # lists are faster at the sizes of a decode step
+    flat = ids_TK.ravel().tolist() if ids_TK.size <= 512 else (int(ids_TK.max()), int(ids_TK.min()))
+    highest = max(flat)
+    if highest > num_experts or min(flat) < -1:
         token, k = np.argwhere((ids_TK > num_experts) | (ids_TK < -1))[0].tolist()
         raise ConfigError(
             f"layer {layer}, token {token}: expert id {ids_TK[token, k]} is not within 0 to "
@@ -263,17 +265,23 @@ def split(
         rows_T: The tokens' numbers within the caller's batch.
         max_tokens: Most tokens of a piece.
     """
+    num_servers = int(servers_TK.max(initial=-1)) + 1
+    all_S = np.arange(num_servers)[:, None, None]
+    only_one = num_servers == 1 and not servers_TK.any()
     for start in range(0, len(ids_TK), max_tokens):
         block = slice(start, start + max_tokens)
-        servers_bK = servers_TK[block]
-        counts = np.bincount(servers_bK.ravel() + 1, minlength=1)
-        present_S = np.flatnonzero(counts[1:])
-        mine_SbK = servers_bK == present_S[:, None, None]
-        server_m, token_m = np.nonzero(mine_SbK.any(2))
-        ids_mK = np.where(mine_SbK[server_m, token_m], ids_TK[block][token_m], -1).astype(np.int32)
-        weights_mK = weights_TK[block][token_m]
-        rows_m = rows_T[block][token_m]
-        bounds = np.searchsorted(server_m, np.arange(len(present_S) + 1)).tolist()
-        for i, server in enumerate(present_S.tolist()):
-            part = slice(bounds[i], bounds[i + 1])
-            yield Piece(server, rows_m[part], ids_mK[part], weights_mK[part])
+        if only_one:
+            yield Piece(0, rows_T[block], ids_TK[block].astype(np.int32), weights_TK[block])
+            continue
+        mine_SbK = servers_TK[block] == all_S
+        server_m, token_m = mine_SbK.any(2).nonzero()
+        mine_mK = mine_SbK[server_m, token_m]
+        ids_mK = np.where(mine_mK, ids_TK[block].take(token_m, 0), -1).astype(np.int32)
+        weights_mK = weights_TK[block].take(token_m, 0)
+        rows_m = rows_T[block].take(token_m)
+        end = 0
+        for server, count in enumerate(np.bincount(server_m).tolist()):
+            if count:
+                part = slice(end, end + count)
+                end += count
+                yield Piece(server, rows_m[part], ids_mK[part], weights_mK[part])

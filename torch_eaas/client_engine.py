@@ -64,15 +64,16 @@ class CallEngine:
         routes, servers_TK = self._await_holders(call)
         now = self._clock()
         rows_T = np.arange(call.num_tokens)
-        sent_to: Counter[str] = Counter()
         max_tokens = self._config.max_tokens
+        sent_to = [0] * len(routes.servers)
         for piece in split(servers_TK, call.ids_TK, call.weights_TK, rows_T, max_tokens):
             name = routes.servers[piece.server]
-            timeout = self._timeout(name) + sent_to[name]
-            sent_to[name] += 1
+            # a second for each further request to the same server
+            timeout = self._timeout(name) + sent_to[piece.server]
+            sent_to[piece.server] += 1
             share = Share(piece, now, self._hedge_after, timeout)
             call.shares.append(share)
-            self._post(call, share, [Sent(piece, name)])
+            self._post(call, share, [Sent(piece, name)], now)
         # one bell for all: where waiting polls it is free
         self._transport.ring()
 
@@ -109,14 +110,14 @@ class CallEngine:
             return self._request_timeout
         return self._config.first_request_timeout.total_seconds()
 
-    def _post(self, call: Call, share: Share, requests: list[Sent]) -> None:
+    def _post(self, call: Call, share: Share, requests: list[Sent], now: float) -> None:
         """Send one alternative of a share, as far as slots are free."""
         share.add(requests)
         for request in requests:
-            if not self._send(call, share, request):
+            if not self._send(call, share, request, now):
                 call.unsent.append((share, request))
 
-    def _send(self, call: Call, share: Share, request: Sent) -> bool:
+    def _send(self, call: Call, share: Share, request: Sent, now: float) -> bool:
         """Send a request; return False if it has to wait for a slot."""
         conn = self._connections.live.get(request.server)
         if conn is None:
@@ -129,7 +130,7 @@ class CallEngine:
         slot = conn.take()
         if slot is None:
             return False
-        budget_us = max(0, int((share.deadline - self._clock()) * 1e6))
+        budget_us = max(0, int((share.deadline - now) * 1e6))
         request.send(conn, slot, call, budget_us, self._connections.placement.version)
         call.waiting.append(request)
         self._counters["requests"] += 1
@@ -140,11 +141,11 @@ class CallEngine:
         for request in call.sent():
             if request.fate is Fate.ANSWERED and request.conn is not None:
                 request.keep()
-        left = len(call.unsent)
+        left, now = len(call.unsent), self._clock()
         call.unsent = [
             (share, request)
             for share, request in call.unsent
-            if request.fate is Fate.WAITING and not self._send(call, share, request)
+            if request.fate is Fate.WAITING and not self._send(call, share, request, now)
         ]
         if len(call.unsent) < left:
             self._transport.ring()
@@ -207,24 +208,26 @@ class CallEngine:
         for share in call.shares:
             need = share.need(now)
             if need is Need.HEDGE:
-                self._hedge(call, share)
+                self._hedge(call, share, now)
             elif need is Need.RESEND:
                 self._resend(call, share, now)
             elif need is Need.EXPIRE:
                 self._expire(call, share, now)
         call.waiting = [r for r in call.waiting if r.fate is Fate.WAITING]
 
-    def _hedge(self, call: Call, share: Share) -> None:
+    def _hedge(self, call: Call, share: Share, now: float) -> None:
         """Ask other holders beside a server that is late; the first complete answer wins."""
+        share.hedged()
+        requests = self._alternative(call, share)
+        if not requests or any(request.server in share.tried for request in requests):
+            # nobody else could answer: its own answer still counts, and it is not suspect for it
+            return
         for request in share.waiting():
             if isinstance(request, Sent) and request.conn is not None:
                 self._connections.suspect(request.conn)
-        share.hedged()
-        requests = self._alternative(call, share)
-        if requests and all(request.server not in share.tried for request in requests):
-            self._counters["hedges"] += 1
-            self._post(call, share, requests)
-            self._transport.ring()
+        self._counters["hedges"] += 1
+        self._post(call, share, requests, now)
+        self._transport.ring()
 
     def _resend(self, call: Call, share: Share, now: float) -> None:
         """Ask again for what no answer will come to: another holder, or the same one later."""
@@ -249,7 +252,7 @@ class CallEngine:
         share.retry_at = now + RETRY_S
         share.hedge_at = now + self._hedge_after
         self._counters["resends"] += 1
-        self._post(call, share, requests)
+        self._post(call, share, requests, now)
         self._transport.ring()
 
     def _alternative(self, call: Call, share: Share) -> list[Sent]:

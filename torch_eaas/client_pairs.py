@@ -95,7 +95,10 @@ class Connection:
         self._ids = [self._array(np.int32, shape_TK, b + spec.ids_offset) for b in bases]
         self._weights = [self._array(np.float32, shape_TK, b + spec.weights_offset) for b in bases]
         self._hidden = [self._array(wire, shape_TD, b + spec.hidden_offset) for b in bases]
+        self._reply_bases = [spec.reply_slot(slot) for slot in range(spec.slots)]
         self._rows = [self._reply_rows(slot) for slot in range(spec.slots)]
+        self._views: dict[tuple[int, int], Tensor] = {}
+        self.numpy_rows = [r.numpy() for r in self._rows] if spec.reply_dtype == "fp32" else None
 
     def take(self) -> int | None:
         """Return a free slot, or None; late answers free the slots that were given up."""
@@ -133,7 +136,7 @@ class Connection:
         Payload and header first, the word last: on x86-64 stores become visible in this order.
         """
         num_tokens = len(rows)
-        np.take(x_TD, rows, axis=0, out=self._hidden[slot][:num_tokens], mode="clip")
+        x_TD.take(rows, 0, self._hidden[slot][:num_tokens], "clip")
         self._ids[slot][:num_tokens] = ids_nK
         self._weights[slot][:num_tokens] = weights_nK
         REQUEST_HEADER.pack_into(
@@ -154,15 +157,19 @@ class Connection:
 
     def header(self, slot: int) -> ReplyHeader:
         """Return a copy of a reply's header."""
-        return ReplyHeader(*REPLY_HEADER.unpack_from(self._replies, self.spec.reply_slot(slot)))
+        return ReplyHeader._make(REPLY_HEADER.unpack_from(self._replies, self._reply_bases[slot]))
 
     def rows(self, slot: int, num_tokens: int) -> Tensor:
         """Return a view of a reply's rows, ``(T, D)`` or ``(T, K, D)``."""
-        return self._rows[slot][:num_tokens]
+        view = self._views.get((slot, num_tokens))
+        if view is None:
+            # a slice of a tensor costs more than all the rest of a small answer
+            view = self._views[slot, num_tokens] = self._rows[slot][:num_tokens]
+        return view
 
     def text(self, slot: int, size: int) -> str:
         """Return a copy of a reply's error text."""
-        start = self.spec.reply_slot(slot) + self.spec.rows_offset
+        start = self._reply_bases[slot] + self.spec.rows_offset
         return bytes(self._replies[start : start + min(size, 4096)]).decode(errors="replace")
 
     def _array(self, dtype: Any, shape: tuple[int, int], offset: int) -> NDArray[Any]:
@@ -179,7 +186,7 @@ class Connection:
             self._replies,
             dtype=TORCH_DTYPES[spec.reply_dtype],
             count=spec.max_tokens * spec.rows_per_token * spec.hidden_size,
-            offset=spec.reply_slot(slot) + spec.rows_offset,
+            offset=self._reply_bases[slot] + spec.rows_offset,
         )
         return flat.view(shape)
 

@@ -84,6 +84,7 @@ class ServerPair:
         num_words = spec.slots * WORD_BYTES
         self._request_words = requests[:num_words].cast("Q")
         self._reply_words = replies[:num_words].cast("Q")
+        self._views: dict[tuple[bool, int, int], Tensor] = {}
         slots = range(spec.slots)
         self._request_at = [spec.request_slot(slot) for slot in slots]
         self._reply_at = [spec.reply_slot(slot) for slot in slots]
@@ -144,7 +145,7 @@ class ServerPair:
             )
         # copied once and checked in the copy: the client can still change the window
         ids_TK = self._ids[slot][:num_tokens].copy()
-        if ids_TK.min() < -1:
+        if min(ids_TK.ravel().tolist()) < -1:
             token, k = np.argwhere(ids_TK < -1)[0].tolist()
             raise BadFrame(
                 Status.BAD_REQUEST,
@@ -158,7 +159,7 @@ class ServerPair:
             layer=layer,
             ids_TK=ids_TK,
             weights_TK=self._weights[slot][:num_tokens].copy(),
-            hidden_TD=self._hidden[slot][:num_tokens],
+            hidden_TD=self._view(self._hidden, slot, num_tokens),
         )
 
     def answer(
@@ -166,7 +167,7 @@ class ServerPair:
     ) -> None:
         """Write an answer: rows, header, then the word."""
         num_tokens = len(frame.ids_TK)
-        self._rows[frame.slot][:num_tokens].copy_(rows)
+        self._view(self._rows, frame.slot, num_tokens).copy_(rows)
         self._finish(frame.slot, frame.word, Status.OK, num_tokens, queue_us, experts_us, version)
 
     def refuse(self, slot: int, word: int, status: Status, text: str, *, version: int) -> None:
@@ -200,6 +201,14 @@ class ServerPair:
         )
         # the word comes last: whoever sees it may read the rest
         self._reply_words[slot] = self.slots.reply_word(word)
+
+    def _view(self, whole: list[Tensor], slot: int, num_tokens: int) -> Tensor:
+        """Return a slot's first rows; kept, since a slice costs more than a small request."""
+        key = (whole is self._rows, slot, num_tokens)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = whole[slot][:num_tokens]
+        return view
 
     def _small(self, dtype: type[np.int32 | np.float32], offset: int) -> NDArray[Any]:
         """Return a request slot's ids or weights, ``(max_tokens, K)``."""

@@ -130,14 +130,14 @@ def test_a_row_has_the_same_bits_whatever_rows_share_its_group(
     x_RD = random(70, depth).to(dtype)
     weight_ND = random(width, depth, seed=1).to(dtype)
     alone = torch.cat([grouped_gemm_ref(row, [weight_ND], [1]) for row in x_RD.split(1)])
-    # more threads cut the rows into other parts
+    # two threads cut the rows into other parts
     for num_threads, count in product((1, 2), range(1, 71)):
         torch.set_num_threads(num_threads)
-        for start in {0, 70 - count}:
-            rows = x_RD[start : start + count]
-            together = grouped_gemm_ref(rows, [weight_ND], [count])
-            expected = alone[start : start + count]
-            assert torch.equal(together, expected), f"{count} rows, {num_threads} threads"
+        start = (70 - count) // 2
+        rows = x_RD[start : start + count]
+        together = grouped_gemm_ref(rows, [weight_ND], [count])
+        expected = alone[start : start + count]
+        assert torch.equal(together, expected), f"{count} rows, {num_threads} threads"
 
 
 def test_nan_and_infinity_stay_in_their_row() -> None:

@@ -268,6 +268,7 @@ def test_a_request_of_few_tokens_is_one_piece_far_shorter_than_its_slot() -> Non
         ({"slots": 0}, r"slots must be an integer of at least 1, got 0"),
         ({"max_tokens": 2.0}, r"max_tokens must be an integer of at least 1, got 2\.0"),
         ({"hidden_size": "8"}, r"hidden_size must be an integer of at least 1, got '8'"),
+        ({"hidden_size": True}, r"hidden_size must be an integer of at least 1, got True"),
         ({"wire_dtype": "fp64"}, r"wire_dtype must be one of fp32, bf16, fp16, got 'fp64'"),
         ({"wire_dtype": []}, r"wire_dtype must be one of fp32, bf16, fp16, got \[\]"),
         ({"reply_dtype": "fp16"}, r"reply_dtype must be one of fp32, bf16, got 'fp16'"),

@@ -101,7 +101,7 @@ def serve(options: ServeOptions) -> int:
 
 def fingerprint_of(shape: MoeShape, storage: Storage) -> str:
     """Return what a client and all its servers must agree on: the checkpoint and the storage."""
-    return f"{shape.fingerprint}-{storage}"
+    return f"{shape.fingerprint}:{storage}"
 
 
 def _holdings(options: ServeOptions, shape: MoeShape) -> Holdings:

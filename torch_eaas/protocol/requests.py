@@ -61,7 +61,9 @@ class Original:
     def add(self, requests: Sequence[Request]) -> None:
         """Add an alternative: requests that together carry all contributions of the original."""
         self._alternatives.append(requests)
-        self.tried.extend(r.server for r in requests if r.server not in self.tried)
+        for request in requests:
+            if request.server not in self.tried:
+                self.tried.append(request.server)
 
     def settle(self) -> bool:
         """Return whether one alternative is complete; the first that is becomes the winner."""
