@@ -141,9 +141,10 @@ class Connections:
             conn.lost = True
             self._ended.append(conn.link)
             self._remove(conn)
-            if conn.pair.is_open:
+            # a newer window of the same pair may be open by now
+            if conn.pair.open_epoch == conn.epoch:
                 conn.pair.revoked(conn.pair.retire())
-            conn.pair.refused(self._clock(), random.random())
+                conn.pair.refused(self._clock(), random.random())
         logger.warning("client %s: server %s is gone", self._config.name, conn.name)
 
     def suspect(self, conn: Connection) -> None:

@@ -129,7 +129,8 @@ class _SharedMemoryListener(Listener):
         self._connections: dict[int, socket.socket] = {}
         self._socket = _bind(address)
         self._closed = False
-        threading.Thread(target=self._accept, name="eaas-control", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="eaas-control", daemon=True)
+        self._thread.start()
 
     @property
     @override
@@ -143,6 +144,8 @@ class _SharedMemoryListener(Listener):
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        # the address is taken until the thread has left the kernel
+        self._thread.join(SEND_TIMEOUT_S)
         self._socket.close()
         if self._address.startswith(f"{PREFIX}/"):
             with contextlib.suppress(OSError):

@@ -22,7 +22,8 @@ class ClientPair:
     def __init__(self, max_retired: int) -> None:
         self._max_retired = max_retired
         self._epoch = 0
-        self._open_epoch = 0
+        self.open_epoch = 0
+        """The window in use, 0 for none."""
         self._retired: set[int] = set()
         self._failures = 0
         self._retry_at = 0.0
@@ -33,7 +34,7 @@ class ClientPair:
     @property
     def is_open(self) -> bool:
         """Whether a window of this pair is in use."""
-        return self._open_epoch > 0
+        return self.open_epoch > 0
 
     @property
     def is_down(self) -> bool:
@@ -51,7 +52,7 @@ class ClientPair:
 
     def opened(self, epoch: int) -> None:
         """Note that the window of ``epoch`` is in use; the server has closed all lower ones."""
-        self._open_epoch = epoch
+        self.open_epoch = epoch
         self._retired.clear()
         self._failures = 0
         self.suspect = False
@@ -67,7 +68,7 @@ class ClientPair:
 
         Without an open window it returns 0: two threads may find the same server lost.
         """
-        epoch, self._open_epoch = self._open_epoch, 0
+        epoch, self.open_epoch = self.open_epoch, 0
         if epoch:
             self._retired.add(epoch)
         return epoch
