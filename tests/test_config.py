@@ -24,7 +24,7 @@ CONFIGS = pytest.mark.parametrize("config", [ClientConfig, ServerConfig, Monitor
     [
         *(
             (ClientConfig, {name: bad}, f"{name} must be an integer of at least 1, got {bad!r}")
-            for name in ("hidden_size", "top_k", "max_tokens", "max_micro_batches", "max_retired")
+            for name in ("hidden_size", "top_k", "max_tokens", "max_micro_batches")
             for bad in (0, 1.5)
         ),
         (ClientConfig, {"wire_dtype": "fp8"}, "wire_dtype must be one of fp32, bf16, fp16, got"),
@@ -68,7 +68,6 @@ def test_a_value_that_cannot_be_is_refused(
 def test_defaults_are_those_of_the_design() -> None:
     client = ClientConfig(**CLIENT)
     assert (client.max_tokens, client.max_micro_batches, client.slots) == (128, 3, 4)
-    assert client.max_retired == 4
     assert client.combine == "partial"
     assert client.request_timeout == SECOND
     assert client.first_request_timeout == 60 * SECOND

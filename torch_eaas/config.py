@@ -85,13 +85,10 @@ class ClientConfig:
     recovery_timeout: timedelta = timedelta(seconds=30)
     """How long a dispatch waits for a holder of an expert that nobody live holds."""
 
-    max_retired: int = 4
-    """Windows of one pair that may lie abandoned; beyond it the server counts as down."""
-
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("name must not be empty")
-        for name in ("hidden_size", "top_k", "max_tokens", "max_micro_batches", "max_retired"):
+        for name in ("hidden_size", "top_k", "max_tokens", "max_micro_batches"):
             check_at_least(name, getattr(self, name), 1)
         check_choice("wire_dtype", self.wire_dtype, WireDtype)
         check_choice("reply_dtype", self.reply_dtype, Literal["fp32", "bf16"])

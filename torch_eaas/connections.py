@@ -126,7 +126,7 @@ class Connections:
         self._forget_left()
         now = self._clock()
         for server in self.placement.servers:
-            pair = self._pairs.setdefault(server.instance, ClientPair(self._config.max_retired))
+            pair = self._pairs.setdefault(server.instance, ClientPair())
             live = self.live.get(server.name)
             if live is None and pair.may_open(now):
                 self._run(in_threads, server.instance, partial(self._open, server, pair))
@@ -143,7 +143,7 @@ class Connections:
             self._remove(conn)
             # a newer window of the same pair may be open by now
             if conn.pair.open_epoch == conn.epoch:
-                conn.pair.revoked(conn.pair.retire())
+                conn.pair.retire()
                 conn.pair.refused(self._clock(), random.random())
         logger.warning("client %s: server %s is gone", self._config.name, conn.name)
 
@@ -234,7 +234,6 @@ class Connections:
         body = {"instance": f"{self._instance:016x}", "epoch": epoch}
         try:
             conn.link.call("close", body, timeout=CONTROL_TIMEOUT_S)
-            conn.pair.revoked(epoch)
         except TransportError as error:
             # the memory stays as it is: a late write lands in it, and nobody looks there
             conn.pair.refused(self._clock(), random.random())

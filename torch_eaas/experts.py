@@ -81,7 +81,7 @@ class _Expert:
             dtype = STORAGE_DTYPES[storage]
             gate_ID, up_ID, down_DI = weights.dequantized()
             gate_up = torch.cat([gate_ID, up_ID]).to(dtype).contiguous()
-            self._plain = (gate_up, down_DI.to(dtype).contiguous())
+            self._plain = (gate_up, down_DI.to(dtype, copy=True).contiguous())
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """Return gate and up stacked ``(2 I, D)``, and down ``(D, I)``, ready to multiply."""

@@ -152,7 +152,11 @@ class BatchRunner:
             x_TD = torch.cat([frame.hidden_TD.float() for frame in frames])
             groups_TK = torch.cat(groups)
             weights_TK = torch.from_numpy(np.concatenate([frame.weights_TK for frame in frames]))
-        return self._experts.run(table, x_TD, groups_TK, weights_TK, per_expert=per_expert)
+        out = self._experts.run(table, x_TD, groups_TK, weights_TK, per_expert=per_expert)
+        wanted = (*(groups_TK.shape if per_expert else groups_TK.shape[:1]), x_TD.shape[1])
+        if out.shape != wanted:
+            raise ValueError(f"the experts must return {wanted}, they gave {tuple(out.shape)}")
+        return out
 
     def _answer(self, frames: list[Frame], out: Tensor, started: float) -> None:
         experts_us = int((self._clock() - started) * 1e6)

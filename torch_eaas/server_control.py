@@ -123,7 +123,7 @@ class ServerControl(Handler):
                 f"client {client} speaks protocol {version}, this server {PROTOCOL_VERSION}"
             )
         spec = PairSpec.from_json(spec_json)
-        self._check(client, fingerprint, spec, windows)
+        self._check(client, instance, fingerprint, spec, windows)
         self._epochs.accept(instance, epoch)
         requests = self._transport.create_window(spec.request_bytes)
         pair = ServerPair(
@@ -154,7 +154,12 @@ class ServerControl(Handler):
         return answer, (requests,)
 
     def _check(
-        self, client: str, fingerprint: str, spec: PairSpec, windows: Sequence[Window]
+        self,
+        client: str,
+        instance: int,
+        fingerprint: str,
+        spec: PairSpec,
+        windows: Sequence[Window],
     ) -> None:
         own = self._config.fingerprint
         # a client that names no storage takes any: "0123abcd" fits "0123abcd:bf16"
@@ -169,7 +174,8 @@ class ServerControl(Handler):
             )
         if self.state == "draining":
             raise HandshakeRefused(f"server {self._config.name} is draining")
-        if len(self.pairs) >= self._config.max_pairs:
+        others = sum(1 for pair in self.pairs if pair.instance != instance)
+        if others >= self._config.max_pairs:
             raise HandshakeRefused(
                 f"server {self._config.name} has {self._config.max_pairs} clients already"
             )

@@ -13,6 +13,7 @@
 
 # %% README
 import torch
+
 import torch_eaas as eaas
 from torch_eaas.testing import random_experts
 

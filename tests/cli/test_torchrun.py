@@ -40,7 +40,7 @@ def test_clients_and_servers_find_each_other_in_any_order_and_a_launch_dies_alon
     ):
         wait_for(lambda: servers.out.count(b'"ready"') == 2 or servers.process.poll() is not None)
         with eaas("monitor", f"--port={port}"):
-            assert first.end() == 0, first.err
+            assert first.end() == 0, (first.err, servers.err)
             for rank, prompt in enumerate(PROMPTS):
                 text = lines_of(f"[client-{rank}] ", first.out)
                 assert text == continuation(prompt, TOKENS) + "\n"
@@ -54,7 +54,7 @@ def test_clients_and_servers_find_each_other_in_any_order_and_a_launch_dies_alon
 
             # now the servers are there before the client
             with clients(url, 1) as second:
-                assert second.end() == 0, second.err
+                assert second.end() == 0, (second.err, servers.err)
                 assert second.out.decode() == continuation(PROMPTS[0], TOKENS) + "\n"
             servers.send(signal.SIGTERM)
             # one launch did not end well

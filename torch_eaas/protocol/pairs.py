@@ -15,16 +15,14 @@ class ClientPair:
     A server is *suspect* for this client after it was late or lost; it is still asked when nobody
     else holds an expert. Suspicion ends when anything of it is heard, or a new window opens.
 
-    Args:
-        max_retired: Windows that may lie abandoned before the server counts as down.
+    At most one window lies retired at a time: the server's answer to a handshake says that it
+    writes into no older window any more.
     """
 
-    def __init__(self, max_retired: int) -> None:
-        self._max_retired = max_retired
+    def __init__(self) -> None:
         self._epoch = 0
         self.open_epoch = 0
         """The window in use, 0 for none."""
-        self._retired: set[int] = set()
         self._failures = 0
         self._retry_at = 0.0
         self.suspect = False
@@ -36,14 +34,9 @@ class ClientPair:
         """Whether a window of this pair is in use."""
         return self.open_epoch > 0
 
-    @property
-    def is_down(self) -> bool:
-        """Whether too many windows lie abandoned to open another."""
-        return len(self._retired) >= self._max_retired
-
     def may_open(self, now: float) -> bool:
         """Return whether a handshake may be tried now."""
-        return not self.is_open and not self.is_down and now >= self._retry_at
+        return not self.is_open and now >= self._retry_at
 
     def next_epoch(self) -> int:
         """Return the epoch of the next attempt; each attempt has its own, also after a failure."""
@@ -53,7 +46,6 @@ class ClientPair:
     def opened(self, epoch: int) -> None:
         """Note that the window of ``epoch`` is in use; the server has closed all lower ones."""
         self.open_epoch = epoch
-        self._retired.clear()
         self._failures = 0
         self.suspect = False
 
@@ -64,18 +56,12 @@ class ClientPair:
         self._retry_at = now + pause * (0.5 + jitter / 2)
 
     def retire(self) -> int:
-        """Stop using the open window; its memory waits for ``revoked``. Return its epoch.
+        """Stop using the open window and return its epoch.
 
         Without an open window it returns 0: two threads may find the same server lost.
         """
         epoch, self.open_epoch = self.open_epoch, 0
-        if epoch:
-            self._retired.add(epoch)
         return epoch
-
-    def revoked(self, epoch: int) -> None:
-        """Note that the server can no longer write into the window of ``epoch``."""
-        self._retired.discard(epoch)
 
 
 class ServerEpochs:
