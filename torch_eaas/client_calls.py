@@ -6,6 +6,7 @@ Shape legend: T tokens, K experts per token, D hidden, n tokens of one share.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,7 +141,7 @@ class Call:
         self,
         layer: int,
         num_experts: int,
-        x_TD: NDArray[np.generic],
+        x_TD: NDArray[Any],
         ids_TK: IDS,
         weights_TK: NDArray[np.float32],
         dtype: torch.dtype,

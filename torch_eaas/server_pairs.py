@@ -167,7 +167,15 @@ class ServerPair:
     ) -> None:
         """Write an answer: rows, header, then the word."""
         num_tokens = len(frame.ids_TK)
-        self._view(self._rows, frame.slot, num_tokens).copy_(rows)
+        target = self._view(self._rows, frame.slot, num_tokens)
+        if rows.dtype == target.dtype and rows.is_contiguous():
+            # one piece of memory: the fastest copy there is; numpy knows no bf16
+            at = self._reply_at[frame.slot] + self.spec.rows_offset
+            plain = rows if rows.dtype == torch.float32 else rows.view(torch.int16)
+            piece = plain.numpy().data.cast("B")
+            self._replies[at : at + piece.nbytes] = piece
+        else:
+            target.copy_(rows)
         self._finish(frame.slot, frame.word, Status.OK, num_tokens, queue_us, experts_us, version)
 
     def refuse(self, slot: int, word: int, status: Status, text: str, *, version: int) -> None:
