@@ -71,7 +71,7 @@ class Cluster:
         return [event.kind for event in self.members.log.since(0)]
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     """Return once a condition holds; fail after so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
