@@ -58,10 +58,9 @@ def demonstrate(options: DemoOptions, cluster: Cluster) -> int:
     with Checkpoint(cluster.config.checkpoint) as checkpoint:
         shape, text = read_shape(checkpoint), text_of(checkpoint)
         place = find_family(checkpoint.config).experts
-    path, storage = checkpoint.path, cluster.config.storage
-    config = client_config(shape, name="demo", combine=options.combine, storage=storage)
+    config = client_config(shape, name="demo", combine=options.combine)
     with Client(config, monitor=cluster.url) as client:
-        remote, local = load_client(path, client), load_local(path)
+        remote, local = load_client(checkpoint.path, client), load_local(checkpoint.path)
         findings = Findings(settings=_settings(options, cluster.config), servers=cluster.ready())
         client.wait_ready(shape.moe_layers, shape.num_experts)
         stage = _Stage(options, text, findings)

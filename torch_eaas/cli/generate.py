@@ -8,7 +8,7 @@ from typing import get_args
 from torch_eaas.cli import arguments
 from torch_eaas.cli.environment import set_threads, torchrun_rank
 from torch_eaas.cli.verb import Verb
-from torch_eaas.config import Combine, Storage
+from torch_eaas.config import Combine
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -39,12 +39,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="partial",
         help="who adds up a token's experts: the servers (partial), or the client in an order "
         "that does not depend on the placement (exact); %(default)s",
-    )
-    parser.add_argument(
-        "--storage",
-        choices=get_args(Storage),
-        default="fp32",
-        help="how the servers keep their weights, which all must agree on (%(default)s)",
     )
     parser.add_argument("--sample", action="store_true", help="draw tokens, do not take the best")
     add_sampling(parser)
@@ -97,7 +91,6 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             prefix="" if rank is None else f"[{name}-{rank}] ",
             dtype=args.dtype,
             combine=args.combine,
-            storage=args.storage,
             wait=args.wait,
             threads=args.threads,
             decoding=DecodingOptions(

@@ -12,10 +12,9 @@ import torch
 from torch_eaas.cli.decoding import DecodingOptions, decode
 from torch_eaas.cli.phases import phase_of
 from torch_eaas.cli.printer import Printer
-from torch_eaas.cli.serving import fingerprint_of
 from torch_eaas.cli.text import text_of
 from torch_eaas.client import Client
-from torch_eaas.config import ClientConfig, Combine, Storage
+from torch_eaas.config import ClientConfig, Combine
 from torch_eaas.models.checkpoint import Checkpoint
 from torch_eaas.models.family import MoeShape
 from torch_eaas.models.load import load_client
@@ -52,9 +51,6 @@ class GenerateOptions:
     combine: Combine
     """Who adds up a token's experts."""
 
-    storage: Storage
-    """How the servers keep their weights."""
-
     wait: timedelta
     """How long to wait until every expert has a server."""
 
@@ -65,16 +61,14 @@ class GenerateOptions:
     """How tokens are chosen."""
 
 
-def client_config(
-    shape: MoeShape, *, name: str, combine: Combine, storage: Storage
-) -> ClientConfig:
+def client_config(shape: MoeShape, *, name: str, combine: Combine) -> ClientConfig:
     """Return the configuration of a client of a checkpoint's servers."""
     return ClientConfig(
         hidden_size=shape.hidden_size,
         top_k=shape.top_k,
         name=name,
         combine=combine,
-        fingerprint=fingerprint_of(shape, storage),
+        fingerprint=shape.fingerprint,
     )
 
 
@@ -83,9 +77,7 @@ def generate(options: GenerateOptions) -> int:
     torch.set_num_threads(options.threads)
     with Checkpoint(options.checkpoint) as checkpoint:
         shape, text = read_shape(checkpoint), text_of(checkpoint)
-    config = client_config(
-        shape, name=options.name, combine=options.combine, storage=options.storage
-    )
+    config = client_config(shape, name=options.name, combine=options.combine)
     with Client(config, servers=options.servers, monitor=options.monitor) as client:
         model = load_client(options.checkpoint, client, dtype=TORCH_DTYPES[options.dtype])
         client.wait_ready(shape.moe_layers, shape.num_experts, options.wait)

@@ -77,7 +77,8 @@ def serve(options: ServeOptions) -> int:
             "header_bytes": checkpoint.header_bytes_read,
             "load_seconds": round(time.monotonic() - started, 3),
         }
-    fingerprint = fingerprint_of(shape, options.storage)
+    # the storage too: holders of one expert must give the same bits where a client asks for that
+    fingerprint = f"{shape.fingerprint}:{options.storage}"
     server = ExpertServer(
         pool,
         ServerConfig(
@@ -97,11 +98,6 @@ def serve(options: ServeOptions) -> int:
     print(json.dumps({**_identity(server, fingerprint), **told}), flush=True)
     server.serve()
     return 0
-
-
-def fingerprint_of(shape: MoeShape, storage: Storage) -> str:
-    """Return what a client and all its servers must agree on: the checkpoint and the storage."""
-    return f"{shape.fingerprint}:{storage}"
 
 
 def _holdings(options: ServeOptions, shape: MoeShape) -> Holdings:
