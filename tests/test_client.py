@@ -158,7 +158,8 @@ def test_partial_mode_gives_equal_bits_when_nothing_changes() -> None:
     with served(3, copies=2) as cluster:
         # a hedge on a busy machine would be a change
         client = cluster.client(hedge_after=timedelta(seconds=30))
-        outs = [call(client, 1, *batch(20)) for _ in range(5)]
+        # one request a server: whether two of them share a batch is a matter of time
+        outs = [call(client, 1, *batch(16)) for _ in range(5)]
         assert all(torch.equal(outs[0], out) for out in outs)
 
 

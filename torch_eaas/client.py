@@ -21,7 +21,6 @@ from torch import Tensor
 
 from torch_eaas.client_calls import INPUT_DTYPES, Call, check_ids
 from torch_eaas.client_engine import CallEngine
-from torch_eaas.client_pairs import TORCH_DTYPES
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
@@ -29,6 +28,7 @@ from torch_eaas.connections import Connections
 from torch_eaas.directory import Directory
 from torch_eaas.errors import ConfigError, ExpertUnavailable
 from torch_eaas.placement import Placement
+from torch_eaas.row_views import TORCH_DTYPES
 
 MAINTAIN_S = 0.05
 """How often the background thread looks after the pairs."""

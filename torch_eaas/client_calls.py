@@ -84,8 +84,10 @@ class Sent(Request):
 
     def numpy_rows(self) -> NDArray[np.float32]:
         """Return the answer's rows in fp32, as numpy sees them."""
-        if self.kept is None and self.conn is not None and self.conn.numpy_rows is not None:
-            return self.conn.numpy_rows[self.slot]
+        if self.kept is None and self.conn is not None:
+            rows = self.conn.numpy_rows(self.slot)
+            if rows is not None:
+                return rows
         return self.rows().float().numpy()
 
     def keep(self) -> None:

@@ -9,7 +9,6 @@ import threading
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,14 +23,13 @@ from torch_eaas.protocol.layout import (
 )
 from torch_eaas.protocol.pairs import ClientPair
 from torch_eaas.protocol.slots import ClientSlots
+from torch_eaas.row_views import TORCH_DTYPES, RowViews
 
 CONTROL_TIMEOUT_S = 2.0
 """How long a control call may take."""
 
 NUMPY_DTYPES: dict[str, Any] = {"fp32": np.float32, "bf16": np.int16, "fp16": np.int16}
 """How numpy sees the wire's numbers: it knows no bf16, and copies need none."""
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ReplyHeader(NamedTuple):
@@ -97,9 +95,12 @@ class Connection:
         self._hidden_at = [b + spec.hidden_offset for b in bases]
         self._hidden = [self._array(wire, shape_TD, b + spec.hidden_offset) for b in bases]
         self._reply_bases = [spec.reply_slot(slot) for slot in range(spec.slots)]
-        self._rows = [self._reply_rows(slot) for slot in range(spec.slots)]
-        self._views: dict[tuple[int, int], Tensor] = {}
-        self.numpy_rows = [r.numpy() for r in self._rows] if spec.reply_dtype == "fp32" else None
+        self._rows = RowViews(
+            replies,
+            TORCH_DTYPES[spec.reply_dtype],
+            spec.rows_shape,
+            [base + spec.rows_offset for base in self._reply_bases],
+        )
 
     def take(self) -> int | None:
         """Return a free slot, or None; late answers free the slots that were given up."""
@@ -138,7 +139,7 @@ class Connection:
         """
         num_tokens = len(rows)
         first = int(rows[0])
-        if rows[-1] - first == num_tokens - 1:
+        if num_tokens == 1 or rows[-1] - first == num_tokens - 1:
             # neighbours are one piece of memory, and that is the fastest copy there is
             size = x_TD.shape[1] * x_TD.itemsize
             at, end = self._hidden_at[slot], first + num_tokens
@@ -148,19 +149,20 @@ class Connection:
             x_TD.take(rows, 0, self._hidden[slot][:num_tokens], "clip")
         self._ids[slot][:num_tokens] = ids_nK
         self._weights[slot][:num_tokens] = weights_nK
+        # stored last of all
+        word = self.slots.post(slot)
         REQUEST_HEADER.pack_into(
             self._requests,
             self._bases[slot],
             self.instance,
             self.epoch,
-            self.slots.next_sequence(slot),
+            word >> 8,
             version,
             budget_us,
             layer,
             num_tokens,
             0,
         )
-        word = self.slots.post(slot)
         self._request_words[slot] = word
         return word + 1
 
@@ -170,11 +172,11 @@ class Connection:
 
     def rows(self, slot: int, num_tokens: int) -> Tensor:
         """Return a view of a reply's rows, ``(T, D)`` or ``(T, K, D)``."""
-        view = self._views.get((slot, num_tokens))
-        if view is None:
-            # a slice of a tensor costs more than all the rest of a small answer
-            view = self._views[slot, num_tokens] = self._rows[slot][:num_tokens]
-        return view
+        return self._rows.first(slot, num_tokens)
+
+    def numpy_rows(self, slot: int) -> NDArray[Any] | None:
+        """Return all rows of a reply slot as numpy sees them; None unless they are fp32."""
+        return self._rows.array(slot)
 
     def text(self, slot: int, size: int) -> str:
         """Return a copy of a reply's error text."""
@@ -185,19 +187,6 @@ class Connection:
         count = shape[0] * shape[1]
         flat = np.frombuffer(self._requests, dtype=dtype, count=count, offset=offset)
         return flat.reshape(shape)
-
-    def _reply_rows(self, slot: int) -> Tensor:
-        spec = self.spec
-        shape: tuple[int, ...] = (spec.max_tokens, spec.hidden_size)
-        if spec.combine == "exact":
-            shape = (spec.max_tokens, spec.top_k, spec.hidden_size)
-        flat = torch.frombuffer(
-            self._replies,
-            dtype=TORCH_DTYPES[spec.reply_dtype],
-            count=spec.max_tokens * spec.rows_per_token * spec.hidden_size,
-            offset=self._reply_bases[slot] + spec.rows_offset,
-        )
-        return flat.view(shape)
 
 
 def open_connection(

@@ -5,12 +5,10 @@ Shape legend: T tokens, K experts per token, D hidden.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,8 +21,7 @@ from torch_eaas.protocol.layout import (
     Status,
 )
 from torch_eaas.protocol.slots import ServerSlots
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from torch_eaas.row_views import TORCH_DTYPES, RowViews
 
 
 class BadFrame(TransportError):
@@ -84,7 +81,6 @@ class ServerPair:
         num_words = spec.slots * WORD_BYTES
         self._request_words = requests[:num_words].cast("Q")
         self._reply_words = replies[:num_words].cast("Q")
-        self._views: dict[tuple[bool, int, int], Tensor] = {}
         slots = range(spec.slots)
         self._request_at = [spec.request_slot(slot) for slot in slots]
         self._reply_at = [spec.reply_slot(slot) for slot in slots]
@@ -92,22 +88,18 @@ class ServerPair:
         self._weights = [
             self._small(np.float32, at + spec.weights_offset) for at in self._request_at
         ]
-        self._hidden = [
-            self._tensor(
-                requests,
-                spec.wire_dtype,
-                (spec.max_tokens, spec.hidden_size),
-                at + spec.hidden_offset,
-            )
-            for at in self._request_at
-        ]
-        rows: tuple[int, ...] = (spec.max_tokens, spec.hidden_size)
-        if spec.combine == "exact":
-            rows = (spec.max_tokens, spec.top_k, spec.hidden_size)
-        self._rows = [
-            self._tensor(replies, spec.reply_dtype, rows, at + spec.rows_offset)
-            for at in self._reply_at
-        ]
+        self._hidden = RowViews(
+            requests,
+            TORCH_DTYPES[spec.wire_dtype],
+            (spec.max_tokens, spec.hidden_size),
+            [at + spec.hidden_offset for at in self._request_at],
+        )
+        self._rows = RowViews(
+            replies,
+            TORCH_DTYPES[spec.reply_dtype],
+            spec.rows_shape,
+            [at + spec.rows_offset for at in self._reply_at],
+        )
 
     def scan(self, now: float) -> bool:
         """Look for new words; return whether a request is ready."""
@@ -151,31 +143,16 @@ class ServerPair:
                 Status.BAD_REQUEST,
                 f"layer {layer}, token {token}: expert id {ids_TK[token, k]} is below -1",
             )
-        return Frame(
-            pair=self,
-            slot=slot,
-            word=word,
-            since=since,
-            layer=layer,
-            ids_TK=ids_TK,
-            weights_TK=self._weights[slot][:num_tokens].copy(),
-            hidden_TD=self._view(self._hidden, slot, num_tokens),
-        )
+        weights_TK = self._weights[slot][:num_tokens].copy()
+        hidden_TD = self._hidden.first(slot, num_tokens)
+        return Frame(self, slot, word, since, layer, ids_TK, weights_TK, hidden_TD)
 
     def answer(
         self, frame: Frame, rows: Tensor, *, queue_us: int, experts_us: int, version: int
     ) -> None:
         """Write an answer: rows, header, then the word."""
         num_tokens = len(frame.ids_TK)
-        target = self._view(self._rows, frame.slot, num_tokens)
-        if rows.dtype == target.dtype and rows.is_contiguous():
-            # one piece of memory: the fastest copy there is; numpy knows no bf16
-            at = self._reply_at[frame.slot] + self.spec.rows_offset
-            plain = rows if rows.dtype == torch.float32 else rows.view(torch.int16)
-            piece = plain.numpy().data.cast("B")
-            self._replies[at : at + piece.nbytes] = piece
-        else:
-            target.copy_(rows)
+        self._rows.store(frame.slot, num_tokens, rows)
         self._finish(frame.slot, frame.word, Status.OK, num_tokens, queue_us, experts_us, version)
 
     def refuse(self, slot: int, word: int, status: Status, text: str, *, version: int) -> None:
@@ -208,24 +185,10 @@ class ServerPair:
             min(experts_us, 0xFFFFFFFF),
         )
         # the word comes last: whoever sees it may read the rest
-        self._reply_words[slot] = self.slots.reply_word(word)
-
-    def _view(self, whole: list[Tensor], slot: int, num_tokens: int) -> Tensor:
-        """Return a slot's first rows; kept, since a slice costs more than a small request."""
-        key = (whole is self._rows, slot, num_tokens)
-        view = self._views.get(key)
-        if view is None:
-            view = self._views[key] = whole[slot][:num_tokens]
-        return view
+        self._reply_words[slot] = ServerSlots.reply_word(word)
 
     def _small(self, dtype: type[np.int32 | np.float32], offset: int) -> NDArray[Any]:
         """Return a request slot's ids or weights, ``(max_tokens, K)``."""
         shape = (self.spec.max_tokens, self.spec.top_k)
         count = shape[0] * shape[1]
         return np.frombuffer(self._requests, dtype, count, offset).reshape(shape)
-
-    @staticmethod
-    def _tensor(window: memoryview, dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
-        count = math.prod(shape)
-        flat = torch.frombuffer(window, dtype=TORCH_DTYPES[dtype], count=count, offset=offset)
-        return flat.view(shape)

@@ -45,7 +45,7 @@ def test_clients_and_servers_find_each_other_in_any_order_and_a_launch_dies_alon
                 text = lines_of(f"[client-{rank}] ", first.out)
                 assert text == continuation(prompt, TOKENS) + "\n"
 
-            assert len(children(servers.pid)) == 2, servers.err
+            assert len(children(servers.pid)) == 2, (servers.out, servers.err)
             doomed, other = children(servers.pid)
             (server,), (survivor,) = children(doomed), children(other)
             os.kill(doomed, signal.SIGKILL)

@@ -99,7 +99,8 @@ def step(world: World, what: str) -> World:
 def take(world: World) -> None:
     world.client.take()
     world.asked += 1
-    sequence, word = world.client.next_sequence(0), world.client.post(0)
+    word = world.client.post(0)
+    sequence = word >> 8
     cells = {"payload": world.asked, "header": sequence, "word": word}
     world.to_send += [(cell, cells[cell]) for cell in world.order]
     world.client_at = "waiting"

@@ -201,6 +201,13 @@ class PairSpec:
         return self.top_k if self.combine == "exact" else 1
 
     @cached_property
+    def rows_shape(self) -> tuple[int, ...]:
+        """Shape of a reply slot's rows."""
+        if self.combine == "exact":
+            return (self.max_tokens, self.top_k, self.hidden_size)
+        return (self.max_tokens, self.hidden_size)
+
+    @cached_property
     def reply_rows_bytes(self) -> int:
         """Bytes that a reply slot has for rows or text."""
         row = self.hidden_size * DTYPE_BYTES[self.reply_dtype]

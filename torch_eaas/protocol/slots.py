@@ -40,14 +40,10 @@ class ClientSlots:
         return self._free.pop() if self._free else None
 
     def post(self, slot: int) -> int:
-        """Return the word that announces the slot's next request, to be stored last."""
+        """Return the word that announces the slot's next request; it is stored last of all."""
         word = next_word(self._request_words[slot], REQUEST)
         self._request_words[slot] = word
         return word
-
-    def next_sequence(self, slot: int) -> int:
-        """Return the sequence of the slot's next request, for its header."""
-        return (self._request_words[slot] >> 8) + 1
 
     def answered(self, slot: int, response_word: int) -> bool:
         """Return whether ``response_word`` answers the slot's request."""
