@@ -10,6 +10,7 @@ set -euo pipefail
 
 NCLIENT=${NCLIENT:-1}
 PYTHON=${PYTHON:-python}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 : "${CHECKPOINT:?set CHECKPOINT to a checkpoint directory}"
 : "${MONITOR:?set MONITOR to the URL of the monitor, http://HOST:PORT}"
 

@@ -23,7 +23,7 @@ ROWS = (
     # placement is pure and without torch; experts says in its terms what it holds
     {"protocol", "placement"},
     {"comm", "ops"},
-    {"experts", "routers"},
+    {"experts", "routers", "row_views"},
     {"monitor"},
     {"client", "server"},
     {"dbo"},

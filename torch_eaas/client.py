@@ -5,8 +5,10 @@ Shape legend: T tokens, K experts per token, D hidden.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
+import os
 import secrets
 import threading
 import time
@@ -32,6 +34,9 @@ from torch_eaas.row_views import TORCH_DTYPES
 
 MAINTAIN_S = 0.05
 """How often the background thread looks after the pairs."""
+
+CLOSE_S = 1.0
+"""How long ``close`` waits for that thread."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +90,17 @@ class Client:
             instance=self.instance,
             counters=self.counters,
         )
+        self._pid = os.getpid()
         self._closed = threading.Event()
         self._directory.refresh()
         self._background = background
         self._connections.maintain(in_threads=background)
+        self._thread: threading.Thread | None = None
         if background:
-            threading.Thread(target=self._maintain, name="eaas-pairs", daemon=True).start()
+            self._thread = threading.Thread(target=self._maintain, name="eaas-pairs", daemon=True)
+            self._thread.start()
+        # a thread that is inside torch when the interpreter ends would end the process hard
+        atexit.register(self.close)
 
     def wait_ready(
         self,
@@ -198,9 +208,12 @@ class Client:
         return self._connections.placement
 
     def close(self) -> None:
-        """End all pairs and leave the monitor; safe twice."""
-        if not self._closed.is_set():
+        """End all pairs and leave the monitor; safe twice, and done at exit if it was forgotten."""
+        if not self._closed.is_set() and os.getpid() == self._pid:
             self._closed.set()
+            atexit.unregister(self.close)
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(CLOSE_S)
             for call in self._calls.values():
                 call.release()
             self._calls.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -16,6 +17,9 @@ from torch_eaas.placement import Placement, ServerInfo
 from torch_eaas.protocol.layout import PROTOCOL_VERSION, PairSpec
 from torch_eaas.protocol.pairs import ClientPair
 from torch_eaas.routing import LayerRoutes
+
+CLOSE_S = 1.0
+"""How long ``close`` waits for handshakes under way."""
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +179,9 @@ class Connections:
             self.live = {}
             self.changes += 1
         self._close_links()
+        deadline = time.monotonic() + CLOSE_S
+        while self._busy and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def _run(self, in_thread: bool, instance: int, task: Callable[[], None]) -> None:
         """Run a control task of one server, unless one is under way."""

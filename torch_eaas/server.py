@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import secrets
 import threading
 import time
@@ -78,6 +80,7 @@ class ExpertServer:
         self._monitor = monitor
         self._agent: MonitorAgent | None = None
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
         self._stop = threading.Event()
         self._drain_started: float | None = None
         self._last_answer = clock()
@@ -135,6 +138,8 @@ class ExpertServer:
             target=self.serve, name=f"eaas-{self.config.name}", daemon=True
         )
         self._thread.start()
+        # a thread that is inside torch when the interpreter ends would end the process hard
+        atexit.register(self.close)
         return self
 
     def drain(self) -> None:
@@ -151,7 +156,13 @@ class ExpertServer:
                 self._agent.notify()
 
     def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Stop serving and end all pairs; safe twice. Requests under way are not answered."""
+        """Stop serving and end all pairs; safe twice. Requests under way are not answered.
+
+        Done at exit if it was forgotten; in a forked child it does nothing.
+        """
+        if os.getpid() != self._pid:
+            return
+        atexit.unregister(self.close)
         self._stop.set()
         self._transport.ring()
         if self._thread is not None and self._thread is not threading.current_thread():
