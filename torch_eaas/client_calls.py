@@ -157,6 +157,7 @@ class Call:
         self.shares: list[Share] = []
         self.waiting: list[Sent] = []
         self.unsent: list[tuple[Share, Sent]] = []
+        self.sent_at = 0.0
         self.experts_us = 0
 
     @property

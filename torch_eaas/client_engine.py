@@ -22,6 +22,12 @@ from torch_eaas.routing import LayerRoutes
 SLICE_S = 0.002
 """How long a wait looks only at words before it looks at clocks and control sockets again."""
 
+QUIET_SHARE = 0.8
+LONGEST_QUIET_S = 0.02
+DRIFT = 1.05
+"""An answer is not looked for before this share of the quickest one of lately, for batches of like
+size. The quickest is forgotten by this factor a call, so that it follows what changes."""
+
 RETRY_S = 0.01
 """Pause before a server that refused is asked again, where nobody else holds the experts."""
 
@@ -57,6 +63,7 @@ class CallEngine:
         self._hedge_after = config.hedge_after.total_seconds()
         self._request_timeout = config.request_timeout.total_seconds()
         self._recovery_timeout = config.recovery_timeout.total_seconds()
+        self._quickest: dict[int, float] = {}
         self._slots_per_call = config.slots - config.max_micro_batches + 1
 
     def begin(self, call: Call) -> None:
@@ -74,16 +81,25 @@ class CallEngine:
             share = Share(piece, now, self._hedge_after, timeout)
             call.shares.append(share)
             self._post(call, share, [Sent(piece, name)], now)
+        call.sent_at = now
         # one bell for all: where waiting polls it is free
         self._transport.ring()
 
     def finish(self, call: Call) -> None:
         """Wait until every share has a winner; fail over what is late or lost."""
         started = self._clock()
+        size_class = call.num_tokens.bit_length()
+        # one long sleep costs one wake-up; the answers are then looked for in short ones
+        expected = call.sent_at + QUIET_SHARE * self._quickest.get(size_class, 0.0)
+        quiet = min(max(0.0, expected - started), LONGEST_QUIET_S)
         while not self._collect(call):
             now = self._clock()
             self._tend(call, now)
-            self._transport.wait(call.has_news, SLICE_S, now - started)
+            waited = max(0.0, now - started - quiet)
+            left = max(0.0, started + quiet - now)
+            self._transport.wait(call.has_news, SLICE_S, waited, quiet=left)
+        took = self._clock() - call.sent_at
+        self._quickest[size_class] = min(took, self._quickest.get(size_class, took) * DRIFT)
 
     # -- sending -------------------------------------------------------------------------------
 

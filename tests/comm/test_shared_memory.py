@@ -359,21 +359,50 @@ class TestSharedMemory(TransportContract):
     # -- waiting -------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(
-        ("waited", "timeout", "expected_us"),
+        ("waited", "timeout", "shortest_us", "longest_us"),
         [
-            pytest.param(0.0, 0.002, {50: 40}, id="fresh"),
-            pytest.param(0.1, 0.2, {50: 2000, 200: 500}, id="after 0.2 s"),
-            pytest.param(1.9, 0.2, {200: 500, 500: 200}, id="after 2 s"),
-            pytest.param(60.0, 0.1, {500: 200}, id="long idle"),
+            pytest.param(0.0, 0.0005, 50, 50, id="fresh"),
+            pytest.param(0.0016, 0.0016, 100, 200, id="after 1.6 ms"),
+            pytest.param(60.0, 0.1, 500, 500, id="long idle"),
         ],
     )
-    def test_a_wait_sleeps_longer_the_longer_it_has_waited(
+    def test_a_sleep_is_a_sixteenth_of_the_wait_within_50_and_500_us(
         self,
         server: Transport,
         monkeypatch: pytest.MonkeyPatch,
         waited: float,
         timeout: float,
-        expected_us: dict[int, int],
+        shortest_us: int,
+        longest_us: int,
+    ) -> None:
+        clock = PlannedTime()
+        monkeypatch.setattr(shared_memory, "time", clock)
+
+        def ready() -> bool:
+            clock.now += 0.5e-6
+            return False
+
+        assert not server.wait(ready, timeout, waited)
+        sleeps = sorted(clock.sleeps_us)
+        assert sleeps[0] == pytest.approx(shortest_us, abs=1)
+        assert sleeps[-1] == pytest.approx(longest_us, rel=0.07)
+        assert clock.now >= timeout
+
+    def test_a_quiet_time_is_one_sleep_and_then_the_wait_is_fresh(
+        self, server: Transport, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = PlannedTime()
+        monkeypatch.setattr(shared_memory, "time", clock)
+
+        def ready() -> bool:
+            clock.now += 0.5e-6
+            return clock.now > 0.0031
+
+        assert server.wait(ready, 1.0, quiet=0.003)
+        assert clock.sleeps_us == {3000: 1}
+
+    def test_spinning_stops_where_it_never_pays_and_is_tried_again(
+        self, server: Transport, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock = PlannedTime()
         monkeypatch.setattr(shared_memory, "time", clock)
@@ -385,12 +414,13 @@ class TestSharedMemory(TransportContract):
             clock.now += 0.5e-6
             return False
 
-        assert not server.wait(ready, timeout, waited)
-        for pause, count in expected_us.items():
-            assert clock.sleeps_us[pause] == pytest.approx(count, rel=0.02, abs=3)
-        # a fresh wait only looks for 100 us before it sleeps: 200 looks of half a microsecond
-        polls = 200 if waited == 0.0 else 0
-        assert looks == pytest.approx(1 + polls + sum(clock.sleeps_us.values()), abs=1)
+        spun = []
+        for _ in range(60):
+            looks = 0
+            server.wait(ready, 100e-6)
+            spun.append(looks > 100)
+        assert spun[:8] == [True] * 8
+        assert spun[8:].count(True) == 1
 
     def test_every_thread_that_waits_has_precise_sleeps(self, server: Transport) -> None:
         libc = ctypes.CDLL(None)

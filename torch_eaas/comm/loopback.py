@@ -58,9 +58,16 @@ class LoopbackTransport(Transport):
             self._changed.notify_all()
 
     @override
-    def wait(self, ready: Callable[[], bool], timeout: float, waited: float = 0.0) -> bool:
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        timeout: float,
+        waited: float = 0.0,
+        *,
+        quiet: float = 0.0,
+    ) -> bool:
         with self._changed:
-            return self._changed.wait_for(ready, max(0.0, timeout))
+            return self._changed.wait_for(ready, max(0.0, timeout + quiet))
 
     def forget(self, address: str) -> None:
         """Take a listener that was closed off the list."""

@@ -36,13 +36,20 @@ from torch_eaas.errors import (
 
 PREFIX = "unix:"
 SPIN_S = 100e-6
-"""How long a fresh wait only looks: some 200 times."""
+"""How long a fresh wait only looks, where looking has paid lately."""
 
 FRESH_S = 1e-3
 """A wait that has lasted longer sleeps at once."""
 
-PAUSES_S = ((0.2, 50e-6), (2.0, 200e-6), (float("inf"), 500e-6))
-"""(Seconds waited so far, length of a sleep): short at first, longer when long idle."""
+SHORTEST_SLEEP_S = 50e-6
+LONGEST_SLEEP_S = 500e-6
+SLEEP_SHARE = 1 / 16
+"""A sleep lasts this share of the wait so far: each wake-up costs some 40 us of a core, which is
+then missing where processes outnumber cores, and a wait is never prolonged by more than it."""
+
+SPIN_CREDIT = 8
+SPIN_AGAIN = 32
+"""After ``SPIN_CREDIT`` spins in vain a thread spins only each ``SPIN_AGAIN``-th time."""
 
 MAX_CONNECTIONS = 1024
 SEND_TIMEOUT_S = 5.0
@@ -85,21 +92,44 @@ class SharedMemoryTransport(Transport):
         pass
 
     @override
-    def wait(self, ready: Callable[[], bool], timeout: float, waited: float = 0.0) -> bool:
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        timeout: float,
+        waited: float = 0.0,
+        *,
+        quiet: float = 0.0,
+    ) -> bool:
         if ready():
             return True
-        start = now = time.monotonic()
-        while waited < FRESH_S and now - start < min(SPIN_S, timeout):
-            if ready():
-                return True
-            now = time.monotonic()
         self._make_sleeps_precise()
+        if quiet > SHORTEST_SLEEP_S:
+            time.sleep(quiet)
+        if waited < FRESH_S and self._spin(ready, min(SPIN_S, timeout)):
+            return True
+        start = now = time.monotonic()
         while now - start < timeout:
-            pause = next(s for limit, s in PAUSES_S if waited + now - start < limit)
-            time.sleep(min(pause, timeout))
+            pause = min(LONGEST_SLEEP_S, (waited + now - start) * SLEEP_SHARE)
+            time.sleep(min(max(pause, SHORTEST_SLEEP_S), timeout))
             if ready():
                 return True
             now = time.monotonic()
+        return False
+
+    def _spin(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Look for a moment without a sleep, if that has paid lately; return whether it did."""
+        spins = self._thread
+        credit = getattr(spins, "credit", SPIN_CREDIT)
+        if credit <= 0:
+            spins.turn = getattr(spins, "turn", 0) + 1
+            if spins.turn % SPIN_AGAIN:
+                return False
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if ready():
+                spins.credit = SPIN_CREDIT
+                return True
+        spins.credit = credit - 1
         return False
 
     def _make_sleeps_precise(self) -> None:

@@ -84,10 +84,18 @@ class Transport(Protocol):
         """Wake whoever waits in this process: words were stored. Free where waiting polls."""
         ...
 
-    def wait(self, ready: Callable[[], bool], timeout: float, waited: float = 0.0) -> bool:
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        timeout: float,
+        waited: float = 0.0,
+        *,
+        quiet: float = 0.0,
+    ) -> bool:
         """Wait until ``ready()`` or until ``timeout`` seconds have passed; return which.
 
         ``waited`` is how long the caller has waited already: a fresh wait polls, a long one
-        sleeps longer between looks.
+        sleeps longer between looks. ``quiet`` is how long nothing is to be expected at first;
+        it does not count towards ``timeout``.
         """
         ...

@@ -69,19 +69,20 @@ def grouped_gemm_ref(
         Rows ``[[1.], [2.]]`` with counts ``[1, 1]`` and matrices ``[[3.]]``, ``[[5.]]`` give
         ``[[3.], [10.]]``.
     """
-    num_out = weights[0].shape[0] if weights else 0
-    out_RN = x_RD.new_empty((x_RD.shape[0], num_out))
-    start = 0
-    for weight_ND, count in zip(weights, counts, strict=True):
-        rows = x_RD[start : start + count]
-        weight_ND = weight_ND.to(x_RD.dtype)
-        missing = -count % ROW_MULTIPLE if deterministic else 0
+    if not weights:
+        return x_RD.new_empty((x_RD.shape[0], 0))
+    out_RN = x_RD.new_empty((x_RD.shape[0], weights[0].shape[0]))
+    sizes = list(counts)
+    for x_nD, out_nN, weight_ND in zip(
+        torch.split(x_RD, sizes), torch.split(out_RN, sizes), weights, strict=True
+    ):
+        matrix_ND = weight_ND if weight_ND.dtype == x_RD.dtype else weight_ND.to(x_RD.dtype)
+        missing = -len(x_nD) % ROW_MULTIPLE if deterministic else 0
         if missing:
-            padded = F.pad(rows, (0, 0, 0, missing))
-            out_RN[start : start + count] = F.linear(padded, weight_ND)[:count]
+            padded = F.pad(x_nD, (0, 0, 0, missing))
+            out_nN.copy_(F.linear(padded, matrix_ND)[: len(x_nD)])
         else:
-            torch.mm(rows, weight_ND.t(), out=out_RN[start : start + count])
-        start += count
+            torch.mm(x_nD, matrix_ND.t(), out=out_nN)
     return out_RN
 
 
@@ -111,17 +112,16 @@ def combine_ref(
         per_expert: Return one row per (token, expert) instead of their sum per token.
 
     Returns:
-        fp32: ``(T, D)`` sums in order of k, or ``(T, K, D)`` rows. What no group computed is zero.
+        fp32: ``(T, D)`` sums in order of groups, or ``(T, K, D)`` rows. What no group computed is
+        zero.
     """
     num_tokens, top_k = weights_TK.shape
     num_rows, hidden = rows_ND.shape
     order_N = order_R[:num_rows]
-    out_RD = torch.zeros((num_tokens * top_k, hidden), dtype=torch.float32)
-    out_RD[order_N] = rows_ND.float() * weights_TK.reshape(-1)[order_N].unsqueeze(1)
-    out_TKD = out_RD.view(num_tokens, top_k, hidden)
+    weighted_ND = rows_ND.float() * weights_TK.reshape(-1)[order_N].unsqueeze(1)
     if per_expert:
-        return out_TKD
-    sum_TD = out_TKD[:, 0].clone()
-    for k in range(1, top_k):
-        sum_TD += out_TKD[:, k]
-    return sum_TD
+        out_RD = torch.zeros((num_tokens * top_k, hidden), dtype=torch.float32)
+        out_RD[order_N] = weighted_ND
+        return out_RD.view(num_tokens, top_k, hidden)
+    sum_TD = torch.zeros((num_tokens, hidden), dtype=torch.float32)
+    return sum_TD.index_add_(0, order_N // top_k, weighted_ND)
