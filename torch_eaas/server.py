@@ -82,6 +82,8 @@ class ExpertServer:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._stop = threading.Event()
+        self._left = threading.Event()
+        self._serving: threading.Thread | None = None
         self._drain_started: float | None = None
         self._last_answer = clock()
         self._iterations = 0
@@ -120,6 +122,7 @@ class ExpertServer:
         if self._monitor is not None and self._agent is None:
             self._agent = MonitorAgent(self._monitor, self._announce, self._on_placement)
         idle_since = self._clock()
+        self._serving = threading.current_thread()
         try:
             while not self._stop.is_set() and not self._drained():
                 if self.step():
@@ -129,6 +132,7 @@ class ExpertServer:
                     self._transport.wait(self._has_work, LONGEST_WAIT_S, idle)
         finally:
             self._leave()
+            self._left.set()
 
     def serve_in_background(self) -> Self:
         """Serve in a thread of this process; return this server, which ``close`` ends."""
@@ -165,10 +169,11 @@ class ExpertServer:
         atexit.unregister(self.close)
         self._stop.set()
         self._transport.ring()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout.total_seconds())
-        else:
+        if self._serving is None and self._thread is None:
             self._leave()
+        elif self._serving is not threading.current_thread():
+            # the serving thread leaves by itself: two must not write into one window
+            self._left.wait(timeout.total_seconds())
 
     def __enter__(self) -> Self:
         return self
