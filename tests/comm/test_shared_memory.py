@@ -363,10 +363,11 @@ class TestSharedMemory(TransportContract):
         [
             pytest.param(0.0, 0.0005, 50, 50, id="fresh"),
             pytest.param(0.0016, 0.0016, 100, 200, id="after 1.6 ms"),
+            pytest.param(0.1, 0.1, 200, 200, id="idle"),
             pytest.param(60.0, 0.1, 500, 500, id="long idle"),
         ],
     )
-    def test_a_sleep_is_a_sixteenth_of_the_wait_within_50_and_500_us(
+    def test_a_sleep_is_a_sixteenth_of_the_wait_within_bounds(
         self,
         server: Transport,
         monkeypatch: pytest.MonkeyPatch,
@@ -417,7 +418,7 @@ class TestSharedMemory(TransportContract):
         spun = []
         for _ in range(60):
             looks = 0
-            server.wait(ready, 100e-6)
+            server.wait(ready, 200e-6)
             spun.append(looks > 100)
         assert spun[:8] == [True] * 8
         assert spun[8:].count(True) == 1

@@ -35,14 +35,16 @@ from torch_eaas.errors import (
 )
 
 PREFIX = "unix:"
-SPIN_S = 100e-6
+SPIN_S = 200e-6
 """How long a fresh wait only looks, where looking has paid lately."""
 
 FRESH_S = 1e-3
 """A wait that has lasted longer sleeps at once."""
 
 SHORTEST_SLEEP_S = 50e-6
-LONGEST_SLEEP_S = 500e-6
+LONGEST_SLEEP_S = 200e-6
+IDLE_S = 1.0
+IDLE_SLEEP_S = 500e-6
 SLEEP_SHARE = 1 / 16
 """A sleep lasts this share of the wait so far: each wake-up costs some 40 us of a core, which is
 then missing where processes outnumber cores, and a wait is never prolonged by more than it."""
@@ -53,6 +55,7 @@ SPIN_AGAIN = 32
 
 MAX_CONNECTIONS = 1024
 SEND_TIMEOUT_S = 5.0
+CLOSE_S = 1.0
 _PR_SET_TIMERSLACK = 29
 
 logger = logging.getLogger(__name__)
@@ -109,7 +112,9 @@ class SharedMemoryTransport(Transport):
             return True
         start = now = time.monotonic()
         while now - start < timeout:
-            pause = min(LONGEST_SLEEP_S, (waited + now - start) * SLEEP_SHARE)
+            so_far = waited + now - start
+            longest = LONGEST_SLEEP_S if so_far < IDLE_S else IDLE_SLEEP_S
+            pause = min(longest, so_far * SLEEP_SHARE)
             time.sleep(min(max(pause, SHORTEST_SLEEP_S), timeout))
             if ready():
                 return True
@@ -157,6 +162,7 @@ class _SharedMemoryListener(Listener):
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._connections: dict[int, socket.socket] = {}
+        self._threads: dict[int, threading.Thread] = {}
         self._socket = _bind(address)
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="eaas-control", daemon=True)
@@ -184,6 +190,11 @@ class _SharedMemoryListener(Listener):
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+            threads = list(self._threads.values())
+        # a thread that still lets go of windows when the interpreter ends would end it hard
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(CLOSE_S)
 
     def _accept(self) -> None:
         peer = 0
@@ -199,12 +210,14 @@ class _SharedMemoryListener(Listener):
                 connection.close()
                 continue
             peer += 1
+            # a thread each: a client that stops halfway through a frame holds up nobody
+            thread = threading.Thread(
+                target=self._serve, args=(peer, connection), name="eaas-control", daemon=True
+            )
             with self._lock:
                 self._connections[peer] = connection
-            # a thread each: a client that stops halfway through a frame holds up nobody
-            threading.Thread(
-                target=self._serve, args=(peer, connection), name="eaas-control", daemon=True
-            ).start()
+                self._threads[peer] = thread
+            thread.start()
 
     def _serve(self, peer: int, connection: socket.socket) -> None:
         try:
@@ -219,6 +232,8 @@ class _SharedMemoryListener(Listener):
                 self._connections.pop(peer, None)
             connection.close()
             self._handler.gone(peer)
+            with self._lock:
+                self._threads.pop(peer, None)
 
     def _answer(self, peer: int, connection: socket.socket) -> None:
         body, fds = receive_frame(connection, None)

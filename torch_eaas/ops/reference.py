@@ -73,10 +73,13 @@ def grouped_gemm_ref(
         return x_RD.new_empty((x_RD.shape[0], 0))
     out_RN = x_RD.new_empty((x_RD.shape[0], weights[0].shape[0]))
     sizes = list(counts)
+    # one buffer for all casts: new ones of this size would cost a page fault for each of its pages
+    cast_ND = torch.empty_like(weights[0], dtype=x_RD.dtype)
     for x_nD, out_nN, weight_ND in zip(
         torch.split(x_RD, sizes), torch.split(out_RN, sizes), weights, strict=True
     ):
-        matrix_ND = weight_ND if weight_ND.dtype == x_RD.dtype else weight_ND.to(x_RD.dtype)
+        is_cast = weight_ND.dtype != x_RD.dtype
+        matrix_ND = cast_ND.copy_(weight_ND) if is_cast else weight_ND
         missing = -len(x_nD) % ROW_MULTIPLE if deterministic else 0
         if missing:
             padded = F.pad(x_nD, (0, 0, 0, missing))
