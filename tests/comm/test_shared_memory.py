@@ -26,7 +26,7 @@ from tests.comm.transport_contract import (
     assert_call_times_out,
     eventually,
 )
-from torch_eaas.comm import shared_memory
+from torch_eaas.comm import polling, shared_memory
 from torch_eaas.comm.frames import receive_frame, send_frame
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport, socket_name
@@ -377,7 +377,7 @@ class TestSharedMemory(TransportContract):
         longest_us: int,
     ) -> None:
         clock = PlannedTime()
-        monkeypatch.setattr(shared_memory, "time", clock)
+        monkeypatch.setattr(polling, "time", clock)
 
         def ready() -> bool:
             clock.now += 0.5e-6
@@ -393,7 +393,7 @@ class TestSharedMemory(TransportContract):
         self, server: Transport, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock = PlannedTime()
-        monkeypatch.setattr(shared_memory, "time", clock)
+        monkeypatch.setattr(polling, "time", clock)
 
         def ready() -> bool:
             clock.now += 0.5e-6
@@ -406,7 +406,7 @@ class TestSharedMemory(TransportContract):
         self, server: Transport, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock = PlannedTime()
-        monkeypatch.setattr(shared_memory, "time", clock)
+        monkeypatch.setattr(polling, "time", clock)
         looks = 0
 
         def ready() -> bool:

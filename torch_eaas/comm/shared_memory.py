@@ -7,7 +7,6 @@ copies into a window are plain stores. Python has no fence, so other machines ar
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import platform
@@ -23,6 +22,7 @@ from typing import Any
 from typing_extensions import override
 
 from torch_eaas.comm.frames import receive_frame, send_frame
+from torch_eaas.comm.polling import Poller
 from torch_eaas.comm.transport import Handler, Json, Link, Listener, Transport
 from torch_eaas.comm.window import Window, adopt_window, create_window
 from torch_eaas.errors import (
@@ -35,28 +35,9 @@ from torch_eaas.errors import (
 )
 
 PREFIX = "unix:"
-SPIN_S = 200e-6
-"""How long a fresh wait only looks, where looking has paid lately."""
-
-FRESH_S = 1e-3
-"""A wait that has lasted longer sleeps at once."""
-
-SHORTEST_SLEEP_S = 50e-6
-LONGEST_SLEEP_S = 200e-6
-IDLE_S = 1.0
-IDLE_SLEEP_S = 500e-6
-SLEEP_SHARE = 1 / 16
-"""A sleep lasts this share of the wait so far: each wake-up costs some 40 us of a core, which is
-then missing where processes outnumber cores, and a wait is never prolonged by more than it."""
-
-SPIN_CREDIT = 8
-SPIN_AGAIN = 32
-"""After ``SPIN_CREDIT`` spins in vain a thread spins only each ``SPIN_AGAIN``-th time."""
-
 MAX_CONNECTIONS = 1024
 SEND_TIMEOUT_S = 5.0
 CLOSE_S = 1.0
-_PR_SET_TIMERSLACK = 29
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +56,7 @@ class SharedMemoryTransport(Transport):
                 f"the shared_memory transport needs x86-64: Python has no memory fence, and on "
                 f"{machine} a word could become visible before its payload; use loopback"
             )
-        self._thread = threading.local()
+        self._poller = Poller()
 
     @override
     def create_window(self, nbytes: int) -> Window:
@@ -103,46 +84,7 @@ class SharedMemoryTransport(Transport):
         *,
         quiet: float = 0.0,
     ) -> bool:
-        if ready():
-            return True
-        self._make_sleeps_precise()
-        if quiet > SHORTEST_SLEEP_S:
-            time.sleep(quiet)
-        if waited < FRESH_S and self._spin(ready, min(SPIN_S, timeout)):
-            return True
-        start = now = time.monotonic()
-        while now - start < timeout:
-            so_far = waited + now - start
-            longest = LONGEST_SLEEP_S if so_far < IDLE_S else IDLE_SLEEP_S
-            pause = min(longest, so_far * SLEEP_SHARE)
-            time.sleep(min(max(pause, SHORTEST_SLEEP_S), timeout))
-            if ready():
-                return True
-            now = time.monotonic()
-        return False
-
-    def _spin(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Look for a moment without a sleep, if that has paid lately; return whether it did."""
-        spins = self._thread
-        credit = getattr(spins, "credit", SPIN_CREDIT)
-        if credit <= 0:
-            spins.turn = getattr(spins, "turn", 0) + 1
-            if spins.turn % SPIN_AGAIN:
-                return False
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if ready():
-                spins.credit = SPIN_CREDIT
-                return True
-        spins.credit = credit - 1
-        return False
-
-    def _make_sleeps_precise(self) -> None:
-        """Let this thread's sleeps end on time: the kernel adds up to 50 us by default."""
-        if not hasattr(self._thread, "sleeps_precisely"):
-            self._thread.sleeps_precisely = True
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
+        return self._poller.wait(ready, timeout, waited, quiet)
 
 
 def socket_name(address: str) -> str:
