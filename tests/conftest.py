@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,15 @@ class FakeClock:
 @pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Put the log level back that the command line, called in this process, may have set."""
+    ours = logging.getLogger("torch_eaas")
+    before = ours.level
+    yield
+    ours.setLevel(before)
 
 
 @pytest.fixture
