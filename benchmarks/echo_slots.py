@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from benchmarks.echo import SIZES, TIMEOUT_S, Echo, Side, check_same, payload
 from torch_eaas.client_pairs import Connection
+from torch_eaas.client_pieces import Piece
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.config import ClientConfig, ServerConfig
 from torch_eaas.connections import Connections
@@ -47,24 +48,18 @@ class SlotEcho(Echo):
         num_tokens, width = SIZES[size]
         conn = self._clients[width].live["echo"]
         x_TD = payload(size).view(torch.int16).numpy()
-        rows_T, ids_TK = np.arange(num_tokens), np.zeros((num_tokens, 1), np.int32)
-        weights_TK = np.ones((num_tokens, 1), np.float32)
+        ids_TK, weights_TK = (
+            np.zeros((num_tokens, 1), np.int64),
+            np.ones((num_tokens, 1), np.float32),
+        )
+        piece = Piece(0, np.arange(num_tokens), ids_TK, weights_TK)
         times = []
         slot: int | None = None
         for _ in range(count):
             start = time.perf_counter()
             slot = conn.take()
             assert slot is not None
-            word = conn.send(
-                slot,
-                layer=0,
-                x_TD=x_TD,
-                rows=rows_T,
-                ids_nK=ids_TK,
-                weights_nK=weights_TK,
-                budget_us=BUDGET_US,
-                version=1,
-            )
+            word = conn.send(slot, 0, x_TD, piece, BUDGET_US, version=1)
             self._await(conn, slot, word)
             conn.slots.release(slot)
             times.append(time.perf_counter() - start)

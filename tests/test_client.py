@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
 from tests.served import LAYERS, WEIGHTS, D, E, K, batch, call, oracle, pool, served
 from torch_eaas.client import Client
+from torch_eaas.client_pieces import Piece
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
@@ -316,9 +318,9 @@ def test_a_malformed_request_is_refused_with_the_servers_text_and_only_its_sende
         conn = client._connections.live["s0"]
         send = conn.send
 
-        def send_bad(*args: object, **options: object) -> int:
-            options["ids_nK"] = options["ids_nK"] - 100  # type: ignore[operator]
-            return send(*args, **options)  # type: ignore[arg-type]
+        def send_bad(slot: int, layer: int, x_TD: Any, piece: Piece, *rest: int) -> int:
+            piece.ids_nK = piece.ids_nK - 100
+            return send(slot, layer, x_TD, piece, *rest)
 
         conn.send = send_bad  # type: ignore[method-assign]
         with pytest.raises(RequestRefused, match=r"server s0 refused: .*expert id -\d+ is below"):

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Self
@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_eaas.client_calls import INPUT_DTYPES, Call, check_ids
+from torch_eaas.client_calls import INPUT_DTYPES, Call
 from torch_eaas.client_engine import CallEngine
+from torch_eaas.client_pieces import check_ids
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
@@ -37,6 +38,9 @@ MAINTAIN_S = 0.05
 
 CLOSE_S = 1.0
 """How long ``close`` waits for that thread."""
+
+TICKETS = 64
+"""Tickets made at once: one tensor costs as much as many."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +70,14 @@ class Client:
         background: bool = True,
     ) -> None:
         self.config = config
+        self._wire_dtype = TORCH_DTYPES[config.wire_dtype]
         self.instance = instance if instance is not None else secrets.randbits(64) | 1
         self._transport = transport or SharedMemoryTransport()
         self._clock = clock
         self._connections = Connections(config, self.instance, self._transport, clock)
         self._calls: dict[int, Call] = {}
-        self._tickets = itertools.count(1)
+        self._tickets: deque[tuple[int, Tensor]] = deque()
+        self._next_block = itertools.count(1, TICKETS)
         self._counters: Counter[str] = Counter()
         self._engine = CallEngine(
             config,
@@ -154,12 +160,12 @@ class Client:
         except BaseException:
             call.release()
             raise
-        ticket = next(self._tickets)
-        self._calls[ticket] = call
+        number, ticket = self._new_ticket()
+        self._calls[number] = call
         self._counters["dispatches"] += 1
         self._counters["tokens"] += call.num_tokens
         self._counters["bookkeeping_us"] += int((self._clock() - started) * 1e6)
-        return torch.from_numpy(np.array([ticket]))
+        return ticket
 
     def combine(self, ticket: Tensor, add: Tensor | None = None) -> Tensor:
         """Wait for the answers of a dispatch and add them up.
@@ -176,9 +182,10 @@ class Client:
             PeerTimeout: A server did not answer in time and no other holds its experts.
             RequestRefused: A server refused the request as malformed.
         """
-        call = self._calls.pop(int(ticket), None)
+        number = int(ticket)
+        call = self._calls.pop(number, None)
         if call is None:
-            raise ConfigError(f"ticket {int(ticket)} is not under way; combine takes each one once")
+            raise ConfigError(f"ticket {number} is not under way; combine takes each one once")
         started = self._clock()
         try:
             self._engine.finish(call)
@@ -242,12 +249,12 @@ class Client:
                 f"layer {layer}: expert ids and weights must be {expected}, "
                 f"got {tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"
             )
-        if x_TD.device.type != "cpu":
+        if not x_TD.is_cpu:
             raise ConfigError(
                 f"layer {layer}: hidden states must be on the CPU, got {x_TD.device}; "
                 f"clients on a GPU need the device path, which is not built yet"
             )
-        x_wire = _plain(x_TD, TORCH_DTYPES[self.config.wire_dtype]).contiguous()
+        x_wire = _plain(x_TD, self._wire_dtype).contiguous()
         if x_wire.dtype != torch.float32:
             x_wire = x_wire.view(torch.int16)
         return Call(
@@ -258,6 +265,17 @@ class Client:
             _plain(weights_TK, torch.float32).numpy(),
             x_TD.dtype,
         )
+
+    def _new_ticket(self) -> tuple[int, Tensor]:
+        """Return a number that was never used, and its tensor of one element."""
+        while True:
+            try:
+                return self._tickets.popleft()
+            except IndexError:
+                # two threads may both come here: then there are two blocks
+                start = next(self._next_block)
+                block = torch.arange(start, start + TICKETS).view(TICKETS, 1).unbind()
+                self._tickets.extend(enumerate(block, start))
 
     def _missing(self, layers: Sequence[int], num_experts: int) -> tuple[int, int] | None:
         """Return the first (layer, expert) that no open server holds."""

@@ -14,33 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_eaas.client_pairs import Connection
-from torch_eaas.errors import ConfigError
+from torch_eaas.client_pieces import IDS, Piece
 from torch_eaas.protocol.requests import Fate, Original, Request
 
-IDS = NDArray[np.int64]
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW_ROWS = 8
-
-
-class Piece:
-    """Some tokens and the experts that one server is to run for them.
-
-    Args:
-        server: Index into the placement's servers.
-        rows_n: Numbers of the tokens within the batch, ascending.
-        ids_nK: Their expert ids, -1 where the expert is another server's.
-        weights_nK: Their router weights.
-    """
-
-    __slots__ = ("ids_nK", "rows_n", "server", "weights_nK")
-
-    def __init__(
-        self, server: int, rows_n: IDS, ids_nK: NDArray[np.int32], weights_nK: NDArray[np.float32]
-    ) -> None:
-        self.server = server
-        self.rows_n = rows_n
-        self.ids_nK = ids_nK
-        self.weights_nK = weights_nK
 
 
 class Sent(Request):
@@ -55,20 +33,6 @@ class Sent(Request):
         self.slot = -1
         self.word = 0
         self.kept: Tensor | None = None
-
-    def send(self, conn: Connection, slot: int, call: Call, budget_us: int, version: int) -> None:
-        """Write the request into a slot of ``conn``."""
-        self.conn, self.slot = conn, slot
-        self.word = conn.send(
-            slot,
-            layer=call.layer,
-            x_TD=call.x_TD,
-            rows=self.piece.rows_n,
-            ids_nK=self.piece.ids_nK,
-            weights_nK=self.piece.weights_nK,
-            budget_us=budget_us,
-            version=version,
-        )
 
     @property
     def has_word(self) -> bool:
@@ -189,8 +153,9 @@ class Call:
         """Add the winners' rows in fp32, in server order (``exact``: in order of k), and cast."""
         sum_TD = self._sum_exact(hidden_size) if exact else self._sum_partial(hidden_size)
         if add is not None:
-            sum_TD += add.detach()
-        return sum_TD.to(self.dtype)
+            sum_TD = sum_TD + add.detach()
+        # what one server alone answered still lies in its window
+        return sum_TD.to(self.dtype, copy=True)
 
     def _winners(self) -> Iterator[Sent]:
         for share in self.shares:
@@ -199,15 +164,26 @@ class Call:
                 yield request
 
     def _sum_partial(self, hidden_size: int) -> Tensor:
+        """Return the sum; what came first is read where it lies, and copied only by adding."""
         sum_TD: Tensor | None = None
+        is_ours = False
         for request in self._winners():
             tokens_n = request.piece.rows_n
             covers_all = len(tokens_n) == self.num_tokens
-            if sum_TD is None:
-                if covers_all:
-                    sum_TD = request.rows().to(torch.float32, copy=True)
-                    continue
-                sum_TD = torch.zeros(self.num_tokens, hidden_size)
+            if covers_all and sum_TD is None:
+                sum_TD = request.rows().float()
+                continue
+            if covers_all and not is_ours:
+                assert sum_TD is not None
+                sum_TD = sum_TD + request.rows()
+                is_ours = True
+                continue
+            if not is_ours:
+                sum_TD = (
+                    torch.zeros(self.num_tokens, hidden_size) if sum_TD is None else sum_TD.clone()
+                )
+                is_ours = True
+            assert sum_TD is not None
             if covers_all:
                 sum_TD += request.rows()
             elif len(tokens_n) <= FEW_ROWS:
@@ -231,61 +207,3 @@ class Call:
         for k in range(1, top_k):
             sum_TD += rows_TKD[:, k]
         return sum_TD
-
-
-def check_ids(layer: int, ids_TK: IDS, num_experts: int) -> IDS:
-    """Return the ids with every "no expert" as -1: both -1 and ``num_experts`` mean that.
-
-    Raises:
-        ConfigError: An id is out of range; names layer, token and id.
-    """
-    if not ids_TK.size:
-        return ids_TK
-    # lists are faster at the sizes of a decode step
-    flat = ids_TK.ravel().tolist() if ids_TK.size <= 512 else (int(ids_TK.max()), int(ids_TK.min()))
-    highest = max(flat)
-    if highest > num_experts or min(flat) < -1:
-        token, k = np.argwhere((ids_TK > num_experts) | (ids_TK < -1))[0].tolist()
-        raise ConfigError(
-            f"layer {layer}, token {token}: expert id {ids_TK[token, k]} is not within 0 to "
-            f"{num_experts - 1} (-1 and {num_experts} mean no expert)"
-        )
-    return np.where(ids_TK == num_experts, -1, ids_TK) if highest == num_experts else ids_TK
-
-
-def split(
-    servers_TK: NDArray[np.int16],
-    ids_TK: IDS,
-    weights_TK: NDArray[np.float32],
-    rows_T: IDS,
-    max_tokens: int,
-) -> Iterator[Piece]:
-    """Cut a batch into pieces: by blocks of tokens, then by server, each token once per server.
-
-    Args:
-        servers_TK: The server that runs each expert, ``(T, K)``, -1 for none.
-        ids_TK: Expert ids, -1 where there is no server.
-        weights_TK: Router weights.
-        rows_T: The tokens' numbers within the caller's batch.
-        max_tokens: Most tokens of a piece.
-    """
-    num_servers = int(servers_TK.max(initial=-1)) + 1
-    all_S = np.arange(num_servers)[:, None, None]
-    only_one = num_servers == 1 and not servers_TK.any()
-    for start in range(0, len(ids_TK), max_tokens):
-        block = slice(start, start + max_tokens)
-        if only_one:
-            yield Piece(0, rows_T[block], ids_TK[block].astype(np.int32), weights_TK[block])
-            continue
-        mine_SbK = servers_TK[block] == all_S
-        server_m, token_m = mine_SbK.any(2).nonzero()
-        mine_mK = mine_SbK[server_m, token_m]
-        ids_mK = np.where(mine_mK, ids_TK[block].take(token_m, 0), -1).astype(np.int32)
-        weights_mK = weights_TK[block].take(token_m, 0)
-        rows_m = rows_T[block].take(token_m)
-        end = 0
-        for server, count in enumerate(np.bincount(server_m).tolist()):
-            if count:
-                part = slice(end, end + count)
-                end += count
-                yield Piece(server, rows_m[part], ids_mK[part], weights_mK[part])

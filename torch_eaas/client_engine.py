@@ -9,8 +9,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_eaas.client_calls import Call, Piece, Sent, Share, split
+from torch_eaas.client_calls import Call, Sent, Share
 from torch_eaas.client_pairs import Connection
+from torch_eaas.client_pieces import Piece, split
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
 from torch_eaas.connections import Connections
@@ -70,17 +71,19 @@ class CallEngine:
         """Send a call's pieces; what finds no free slot follows in ``finish``."""
         routes, servers_TK = self._await_holders(call)
         now = self._clock()
-        rows_T = np.arange(call.num_tokens)
-        max_tokens = self._config.max_tokens
-        sent_to = [0] * len(routes.servers)
-        for piece in split(servers_TK, call.ids_TK, call.weights_TK, rows_T, max_tokens):
+        num_servers, max_tokens = len(routes.servers), self._config.max_tokens
+        sent_to = [0] * num_servers
+        for piece in split(servers_TK, call.ids_TK, call.weights_TK, num_servers, max_tokens):
             name = routes.servers[piece.server]
             # a second for each further request to the same server
             timeout = self._timeout(name) + sent_to[piece.server]
             sent_to[piece.server] += 1
             share = Share(piece, now, self._hedge_after, timeout)
             call.shares.append(share)
-            self._post(call, share, [Sent(piece, name)], now)
+            request = Sent(piece, name)
+            share.add((request,))
+            if not self._send(call, share, request, now):
+                call.unsent.append((share, request))
         call.sent_at = now
         # one bell for all: where waiting polls it is free
         self._transport.ring()
@@ -109,6 +112,8 @@ class CallEngine:
         while True:
             routes = self._connections.routes(call.layer, call.num_experts)
             servers_TK = routes.choose(call.ids_TK)
+            if routes.is_complete:
+                return routes, servers_TK
             lonely = servers_TK < 0
             if not lonely.any() or not (lonely := lonely & (call.ids_TK >= 0)).any():
                 return routes, servers_TK
@@ -147,7 +152,9 @@ class CallEngine:
         if slot is None:
             return False
         budget_us = max(0, int((share.deadline - now) * 1e6))
-        request.send(conn, slot, call, budget_us, self._connections.placement.version)
+        piece, version = request.piece, self._connections.placement.version
+        request.conn, request.slot = conn, slot
+        request.word = conn.send(slot, call.layer, call.x_TD, piece, budget_us, version)
         call.waiting.append(request)
         self._counters["requests"] += 1
         return True
@@ -276,13 +283,17 @@ class CallEngine:
         # who was asked and did not answer comes last, also behind other suspects
         routes = self._connections.routes_avoiding(call.layer, call.num_experts, share.tried)
         piece: Piece = share.piece
-        ids_nK = piece.ids_nK.astype(np.int64)
+        ids_nK = piece.ids_nK
         servers_nK = routes.choose(ids_nK)
         if ((servers_nK < 0) & (ids_nK >= 0)).any():
             return []
         max_tokens = self._config.max_tokens
-        pieces = split(servers_nK, ids_nK, piece.weights_nK, piece.rows_n, max_tokens)
-        return [Sent(part, routes.servers[part.server]) for part in pieces]
+        parts = split(servers_nK, ids_nK, piece.weights_nK, len(routes.servers), max_tokens)
+        requests = []
+        for part in parts:
+            part.rows_n = piece.rows_n[part.rows_n]
+            requests.append(Sent(part, routes.servers[part.server]))
+        return requests
 
     def _expire(self, call: Call, share: Share, now: float) -> None:
         waiting = share.waiting()

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torch_eaas.client_pieces import Piece
 from torch_eaas.comm.transport import Json, Link, Transport
 from torch_eaas.errors import HandshakeRefused
 from torch_eaas.placement import ServerInfo
@@ -124,31 +125,30 @@ class Connection:
     def send(
         self,
         slot: int,
-        *,
         layer: int,
         x_TD: NDArray[Any],
-        rows: NDArray[np.int64],
-        ids_nK: NDArray[np.int32],
-        weights_nK: NDArray[np.float32],
+        piece: Piece,
         budget_us: int,
         version: int,
     ) -> int:
-        """Write a request of the tokens ``rows``; return the word that will answer it.
+        """Write a piece of the tokens ``x_TD`` as a request; return the word that will answer it.
 
         Payload and header first, the word last: on x86-64 stores become visible in this order.
         """
-        num_tokens = len(rows)
-        first = int(rows[0])
-        if num_tokens == 1 or rows[-1] - first == num_tokens - 1:
+        rows_n = piece.rows_n
+        num_tokens = len(rows_n)
+        first = int(rows_n[0])
+        if num_tokens == 1 or rows_n[-1] - first == num_tokens - 1:
             # neighbours are one piece of memory, and that is the fastest copy there is
             size = x_TD.shape[1] * x_TD.itemsize
             at, end = self._hidden_at[slot], first + num_tokens
-            piece = x_TD.data.cast("B")[first * size : end * size]
-            self._requests[at : at + num_tokens * size] = piece
+            self._requests[at : at + num_tokens * size] = x_TD.data.cast("B")[
+                first * size : end * size
+            ]
         else:
-            x_TD.take(rows, 0, self._hidden[slot][:num_tokens], "clip")
-        self._ids[slot][:num_tokens] = ids_nK
-        self._weights[slot][:num_tokens] = weights_nK
+            x_TD.take(rows_n, 0, self._hidden[slot][:num_tokens], "clip")
+        self._ids[slot][:num_tokens] = piece.ids_nK
+        self._weights[slot][:num_tokens] = piece.weights_nK
         # stored last of all
         word = self.slots.post(slot)
         REQUEST_HEADER.pack_into(

@@ -66,6 +66,8 @@ class LayerRoutes:
             self._holders.append(tuple(holders[turn:] + holders[:turn]))
             if holders:
                 self._table[expert] = self._holders[-1][0]
+        self.is_complete = bool((self._table[:-1] >= 0).all())
+        """Whether every expert has a server that can be asked."""
         self.has_replicas = any(len(holders) > 1 for holders in self._holders)
 
     def choose(self, ids_TK: NDArray[np.int64]) -> NDArray[np.int16]:

@@ -48,22 +48,23 @@ class Original:
         timeout: Seconds until it expires.
     """
 
-    __slots__ = ("_alternatives", "deadline", "hedge_at", "sent_at", "tried", "winner")
+    __slots__ = ("_alternatives", "deadline", "hedge_at", "sent_at", "winner")
 
     def __init__(self, now: float, hedge_after: float, timeout: float) -> None:
         self.sent_at = now
         self.hedge_at = now + hedge_after
         self.deadline = now + timeout
         self.winner: Sequence[Request] | None = None
-        self.tried: list[str] = []
         self._alternatives: list[Sequence[Request]] = []
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add an alternative: requests that together carry all contributions of the original."""
         self._alternatives.append(requests)
-        for request in requests:
-            if request.server not in self.tried:
-                self.tried.append(request.server)
+
+    @property
+    def tried(self) -> list[str]:
+        """The servers that were asked, each once, in order."""
+        return list(dict.fromkeys(request.server for request in self.requests()))
 
     def settle(self) -> bool:
         """Return whether one alternative is complete; the first that is becomes the winner."""
