@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 _GRACE: dict[Kind, float] = {"client": 10.0, "server": 25.0, "monitor": 10.0}
 """Seconds from SIGTERM to SIGKILL, in the order of the end; a server's drain may take 20."""
 
+_LONGEST_WAIT = 3600.0
+"""Seconds; a poll takes no endless number of them."""
+
 
 class Supervisor:
     """Runs roles until a signal comes, every client is done, or a failure is final.
@@ -107,9 +110,9 @@ class Supervisor:
         poll = select.poll()
         for fd in (self._signals.fd, *(fd for _, x in self._running() for fd in x.fds)):
             poll.register(fd, select.POLLIN)
-        wait = max(0.0, min(times) - time.monotonic()) if times else None
+        wait = min((due - time.monotonic() for due in times), default=_LONGEST_WAIT)
         # rounded up: a wait that ends too early would turn in circles
-        poll.poll(None if wait is None else 1 + int(1000 * wait))
+        poll.poll(1 + int(1000 * min(max(wait, 0.0), _LONGEST_WAIT)))
         self._signals.clear()
         for post, process in list(self._running()):
             self._look_at(post, process)
@@ -132,12 +135,13 @@ class Supervisor:
             process.close()
             post.process = None
             self._take_end(post, process, code)
-        elif not post.serves and post.ready_by <= time.monotonic() and not self._is_stopping:
+        elif post.is_late(time.monotonic()) and not self._is_stopping:
             late = f"was not ready in {post.role.start_timeout.total_seconds():g} s"
             if not self._is_up:
                 raise PeerTimeout(f"{post.role.name} {late}{_last_lines(process)}")
             logger.warning("%s %s and is killed", post.role.name, late)
             process.kill()
+            post.ready_by = None
 
     def _take_end(self, post: _Post, process: Supervised, code: int) -> None:
         name, has_served = post.role.name, post.serves
@@ -218,7 +222,7 @@ class _Post:
         self.serves = False
         self.is_done = False
         self.start_at: float | None = None
-        self.ready_by = 0.0
+        self.ready_by: float | None = None
 
     @property
     def due(self) -> float | None:
@@ -226,6 +230,9 @@ class _Post:
         if self.process is None:
             return self.start_at
         return None if self.serves else self.ready_by
+
+    def is_late(self, now: float) -> bool:
+        return not self.serves and self.ready_by is not None and self.ready_by <= now
 
     def set_serving(self, now: float) -> None:
         self.serves = True
