@@ -100,6 +100,15 @@ def test_a_restart_that_does_not_become_ready_counts_as_a_failure(tmp_path: Path
         assert not is_gone(third)
 
 
+def test_a_restart_that_ends_with_0_before_it_is_ready_is_a_failure_too(tmp_path: Path) -> None:
+    code = "starts() == 2 and sys.exit(0); ready(); serve()"
+    with CheapCluster(tmp_path, MONITOR, replace(SERVERS[0], code=code)) as cluster:
+        cluster.ready()
+        os.kill(cluster.started("server-0"), signal.SIGKILL)
+        wait_for(lambda: "server-0 ended with exit code 0: restart 2 of 5" in cluster.err, 30)
+        cluster.started("server-0", 3)
+
+
 def test_a_monitor_comes_back_where_it_was(tmp_path: Path) -> None:
     with CheapCluster(tmp_path, MONITOR, SERVERS[0]) as cluster:
         first = cluster.started("monitor")
