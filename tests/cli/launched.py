@@ -53,8 +53,8 @@ class Launched:
 
     @property
     def err(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read()
+        # opened anew: the process writes at the offset of the descriptor that it shares with us
+        return Path(f"/proc/self/fd/{self._errors.fileno()}").read_text()
 
     def until(self, text: str) -> str:
         """Wait until stdout has a text; return all of it."""

@@ -37,7 +37,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("verb", ["", "monitor", "server", "generate", "demo"])
+@pytest.mark.parametrize("verb", ["", "monitor", "server", "generate", "launch", "demo"])
 def test_help_comes_in_less_than_a_second_and_without_torch(verb: str) -> None:
     for _ in range(3):
         began = time.monotonic()
@@ -74,6 +74,7 @@ def test_the_module_is_the_command() -> None:
         ("generate X --prompt A --max-new-tokens 1", "--monitor --servers is required"),
         ("generate X --monitor U --max-new-tokens 1", "--prompt"),
         ("generate X --monitor U --prompt A --max-new-tokens x", "at least 1, got 'x'"),
+        ("launch", "FILE"),
         ("demo --copies 4", "--copies must be at most --servers (3), got 4"),
         ("demo --copies 1", "add --no-kill"),
         ("demo --temperature nan", "must be a number above 0, got 'nan'"),
