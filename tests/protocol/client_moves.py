@@ -26,7 +26,7 @@ from tests.protocol.pair_moves import (
     window_of,
 )
 from torch_eaas.protocol.layout import Status
-from torch_eaas.protocol.requests import Fate, Need, Original
+from torch_eaas.protocol.requests import Fate, Need
 
 
 def client_steps(state: State, c: int) -> Iterator[Step]:
@@ -92,7 +92,7 @@ def ask(state: State, c: int) -> None:
     client = state.clients[c]
     client.asked += 1
     client.now, client.was_spoiled = SENT_AT, False
-    client.share = Original(SENT_AT, HEDGE_AT - SENT_AT, DEADLINE - SENT_AT)
+    client.share = state.plan.original(SENT_AT, HEDGE_AT - SENT_AT, DEADLINE - SENT_AT)
     if servers := _open(state, c):
         _post(state, c, [Sent(servers[0])])
 

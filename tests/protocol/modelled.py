@@ -18,9 +18,9 @@ from torch_eaas.protocol.requests import Original, Request
 from torch_eaas.protocol.slots import ClientSlots, ServerSlots
 
 PAYLOAD, HEADER, WORD = "payload", "header", "word"
-UP, CRASHED, EXITED = "up", "crashed", "exited"
+UP, HUNG, CRASHED, EXITED = "up", "hung", "crashed", "exited"
 SENT_AT, HEDGE_AT, DEADLINE = 0, 1, 2
-FAULTS: tuple[str, ...] = ("crash", "restart", "suspend", "crash_client", "restart_client")
+FAULTS: tuple[str, ...] = ("hang", "crash", "restart", "suspend", "crash_client", "restart_client")
 FAULTS += ("retire", "abandon", "spoil", "lease")
 BUDGET = 1
 LONG = 10
@@ -49,6 +49,7 @@ class Plan:
     client_book: type[ClientSlots] = ClientSlots
     server_book: type[ServerSlots] = ServerSlots
     epochs: type[ServerEpochs] = ServerEpochs
+    original: type[Original] = Original
     word_first: bool = False
     drops_bad_frames: bool = False
     lease_is_death: bool = False

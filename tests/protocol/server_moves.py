@@ -12,6 +12,7 @@ from tests.protocol.modelled import (
     BUDGET,
     CRASHED,
     EXITED,
+    HUNG,
     LONG,
     UP,
     State,
@@ -28,7 +29,8 @@ def server_steps(state: State, s: int) -> Iterator[Step]:
         yield from state.step(exit_server, s)
     elif server.state == EXITED:
         yield from state.step(restart, s)
-    else:
+    elif server.state == UP:
+        yield from state.step(hang, s)
         yield from state.step(crash, s)
         yield from state.step(suspend, s)
         for where, window in state.windows.items():
@@ -162,6 +164,12 @@ def suspend(state: State, s: int) -> None:
     """The process stood still for long."""
     state.spend("suspend")
     state.servers[s].clock += LONG
+
+
+def hang(state: State, s: int) -> None:
+    """The process does nothing any more, and nothing confirms that it has ended."""
+    state.spend("hang")
+    state.servers[s].state = HUNG
 
 
 def crash(state: State, s: int) -> None:
