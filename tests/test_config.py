@@ -71,7 +71,7 @@ def test_defaults_are_those_of_the_design() -> None:
     assert client.combine == "partial"
     assert client.request_timeout == SECOND
     assert client.first_request_timeout == 60 * SECOND
-    assert client.hedge_after == SECOND / 10
+    assert client.hedge_after is None
     assert client.recovery_timeout == 30 * SECOND
     server, monitor = ServerConfig(), MonitorConfig()
     assert (server.max_rows, server.drain_timeout) == (2048, 20 * SECOND)

@@ -34,7 +34,15 @@ ROWS = (
 )
 """A file may import from its own unit and from lower rows; units of one row are strangers."""
 
-CLIENT = {"client", "client_calls", "client_engine", "client_pairs", "client_pieces"}
+CLIENT = {
+    "client",
+    "client_calls",
+    "client_engine",
+    "client_failover",
+    "client_inputs",
+    "client_pairs",
+    "client_pieces",
+}
 CLIENT |= {"connections", "directory", "routing"}
 SERVER = {"server", "server_batch", "server_control", "server_pairs"}
 TOP = {"", "__main__"}

@@ -8,6 +8,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AnomalyError": "errors",
     "CheckpointError": "errors",
     "Client": "client",
     "ClientConfig": "config",

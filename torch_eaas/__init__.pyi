@@ -4,6 +4,7 @@ from torch_eaas.comm.shared_memory import SharedMemoryTransport as SharedMemoryT
 from torch_eaas.config import ClientConfig as ClientConfig
 from torch_eaas.config import MonitorConfig as MonitorConfig
 from torch_eaas.config import ServerConfig as ServerConfig
+from torch_eaas.errors import AnomalyError as AnomalyError
 from torch_eaas.errors import CheckpointError as CheckpointError
 from torch_eaas.errors import ConfigError as ConfigError
 from torch_eaas.errors import EaasError as EaasError

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_eaas.client_calls import INPUT_DTYPES, Call
+from torch_eaas.client_calls import Call
 from torch_eaas.client_engine import CallEngine
-from torch_eaas.client_pieces import check_ids
+from torch_eaas.client_inputs import check_finite, new_call
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
@@ -31,7 +31,6 @@ from torch_eaas.connections import Connections
 from torch_eaas.directory import Directory
 from torch_eaas.errors import ConfigError, ExpertUnavailable
 from torch_eaas.placement import Placement
-from torch_eaas.row_views import TORCH_DTYPES
 
 MAINTAIN_S = 0.05
 """How often the background thread looks after the pairs."""
@@ -70,7 +69,6 @@ class Client:
         background: bool = True,
     ) -> None:
         self.config = config
-        self._wire_dtype = TORCH_DTYPES[config.wire_dtype]
         self.instance = instance if instance is not None else secrets.randbits(64) | 1
         self._transport = transport or SharedMemoryTransport()
         self._clock = clock
@@ -148,7 +146,7 @@ class Client:
             ExpertUnavailable: No server holds an expert, and none came in ``recovery_timeout``.
         """
         started = self._clock()
-        call = self._new_call(layer, x_TD, ids_TK, weights_TK, num_experts)
+        call = new_call(self.config, layer, num_experts, x_TD, ids_TK, weights_TK)
         if len(self._calls) >= self.config.max_micro_batches:
             raise ConfigError(
                 f"{len(self._calls)} dispatches wait for their combine; "
@@ -178,8 +176,8 @@ class Client:
             ``(T, D)``, of the dispatched dtype.
 
         Raises:
-            ExpertUnavailable: An expert's servers are all gone and none came back in time.
-            PeerTimeout: A server did not answer in time and no other holds its experts.
+            AnomalyError: The sum has NaN or Inf, and ``detect_anomalies`` is set.
+            ExpertUnavailable: An expert's servers are all gone or late, and no other came in time.
             RequestRefused: A server refused the request as malformed.
         """
         number = int(ticket)
@@ -195,6 +193,10 @@ class Client:
             )
         finally:
             call.release()
+        if self.config.detect_anomalies:
+            check_finite(f"layer {call.layer}", "the experts' sum", result)
+        if call.tokens_without_experts:
+            self._counters["tokens_without_experts"] += call.tokens_without_experts
         self._counters["wait_us"] += int((waited - started) * 1e6)
         self._counters["experts_us"] += call.experts_us
         self._counters["bookkeeping_us"] += int((self._clock() - waited) * 1e6)
@@ -233,39 +235,6 @@ class Client:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _new_call(
-        self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int
-    ) -> Call:
-        hidden, top_k = self.config.hidden_size, self.config.top_k
-        shape = x_TD.shape
-        if len(shape) != 2 or shape[1] != hidden or x_TD.dtype not in INPUT_DTYPES:
-            raise ConfigError(
-                f"layer {layer}: hidden states must be (T, {hidden}) in fp32, bf16 or fp16, "
-                f"got {tuple(shape)} in {x_TD.dtype}"
-            )
-        expected = (shape[0], top_k)
-        if ids_TK.shape != expected or weights_TK.shape != expected:
-            raise ConfigError(
-                f"layer {layer}: expert ids and weights must be {expected}, "
-                f"got {tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"
-            )
-        if not x_TD.is_cpu:
-            raise ConfigError(
-                f"layer {layer}: hidden states must be on the CPU, got {x_TD.device}; "
-                f"clients on a GPU need the device path, which is not built yet"
-            )
-        x_wire = _plain(x_TD, self._wire_dtype).contiguous()
-        if x_wire.dtype != torch.float32:
-            x_wire = x_wire.view(torch.int16)
-        return Call(
-            layer,
-            num_experts,
-            x_wire.numpy(),
-            check_ids(layer, _plain(ids_TK, torch.int64).numpy(), num_experts),
-            _plain(weights_TK, torch.float32).numpy(),
-            x_TD.dtype,
-        )
-
     def _new_ticket(self) -> tuple[int, Tensor]:
         """Return a number that was never used, and its tensor of one element."""
         while True:
@@ -293,10 +262,3 @@ class Client:
             except Exception:
                 # this thread must outlive whatever a peer sends
                 logger.exception("client %s: keeping pairs failed", self.config.name)
-
-
-def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor's numbers in ``dtype``, without its history."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)

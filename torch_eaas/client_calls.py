@@ -17,14 +17,13 @@ from torch_eaas.client_pairs import Connection
 from torch_eaas.client_pieces import IDS, Piece
 from torch_eaas.protocol.requests import Fate, Original, Request
 
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW_ROWS = 8
 
 
 class Sent(Request):
     """A piece as it was sent to one server; ``kept`` holds the answer once the slot is free."""
 
-    __slots__ = ("conn", "kept", "piece", "slot", "word")
+    __slots__ = ("conn", "kept", "piece", "sent_at", "slot", "word")
 
     def __init__(self, piece: Piece, server: str) -> None:
         super().__init__(server)
@@ -32,6 +31,7 @@ class Sent(Request):
         self.conn: Connection | None = None
         self.slot = -1
         self.word = 0
+        self.sent_at = 0.0
         self.kept: Tensor | None = None
 
     @property
@@ -68,8 +68,10 @@ class Sent(Request):
     def drop(self) -> None:
         """Let go of a request that does not count: free its slot, or give it up."""
         if self.conn is None:
-            return
-        if self.fate is Fate.WAITING and not self.conn.lost:
+            if self.fate is Fate.WAITING:
+                # it was never sent, and never will be
+                self.fate = Fate.LOST
+        elif self.fate is Fate.WAITING and not self.conn.lost:
             self.conn.give_up(self.slot)
             self.conn = None
             self.fate = Fate.LOST
@@ -80,12 +82,22 @@ class Sent(Request):
 class Share(Original):
     """What one server was first asked to contribute to one block of tokens."""
 
-    __slots__ = ("failed", "piece", "recovering", "refusal", "retry_at")
+    __slots__ = (
+        "alone_since",
+        "failed",
+        "give_up_at",
+        "piece",
+        "recovering",
+        "refusal",
+        "retry_at",
+    )
 
     def __init__(self, piece: Piece, now: float, hedge_after: float, timeout: float) -> None:
         super().__init__(now, hedge_after, timeout)
         self.piece = piece
         self.recovering = False
+        self.give_up_at: float | None = None
+        self.alone_since = -1
         self.retry_at: float | None = None
         self.refusal = ""
         self.failed = False
@@ -118,6 +130,8 @@ class Call:
         self.ids_TK = ids_TK
         self.weights_TK = weights_TK
         self.dtype = dtype
+        self.asked_TK: NDArray[np.bool_] | None = None
+        """Where there was an expert before any contribution was dropped."""
         self.shares: list[Share] = []
         self.waiting: list[Sent] = []
         self.unsent: list[tuple[Share, Sent]] = []
@@ -149,9 +163,32 @@ class Call:
         for request in self.sent():
             request.drop()
 
+    def drop(self, lonely_TK: NDArray[np.bool_]) -> None:
+        """Do without these contributions; the others' weights grow to the sum they all had."""
+        if self.asked_TK is None:
+            self.asked_TK = self.ids_TK >= 0
+        self.ids_TK = np.where(lonely_TK, -1, self.ids_TK)
+
+    @property
+    def tokens_without_experts(self) -> int:
+        """Tokens of which every contribution was dropped."""
+        if self.asked_TK is None:
+            return 0
+        return int((self.asked_TK.any(1) & (self.ids_TK < 0).all(1)).sum())
+
+    def _scale(self, asked_TK: NDArray[np.bool_]) -> Tensor:
+        """Return what makes up for the dropped contributions, ``(T, 1)``; 0 where none is left."""
+        all_T = np.where(asked_TK, self.weights_TK, 0).sum(1, keepdims=True)
+        left_T = np.where(self.ids_TK >= 0, self.weights_TK, 0).sum(1, keepdims=True)
+        return torch.from_numpy(
+            np.divide(all_T, left_T, out=np.zeros_like(all_T), where=left_T != 0)
+        )
+
     def sum(self, hidden_size: int, *, exact: bool, add: Tensor | None) -> Tensor:
         """Add the winners' rows in fp32, in server order (``exact``: in order of k), and cast."""
         sum_TD = self._sum_exact(hidden_size) if exact else self._sum_partial(hidden_size)
+        if self.asked_TK is not None:
+            sum_TD = sum_TD * self._scale(self.asked_TK)
         if add is not None:
             sum_TD = sum_TD + add.detach()
         # what one server alone answered still lies in its window

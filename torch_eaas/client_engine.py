@@ -1,4 +1,4 @@
-"""What drives a call: sends its pieces, reads answers, fails over what is late or lost."""
+"""What drives a call: sends its pieces, waits, reads the answers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_eaas.client_calls import Call, Sent, Share
+from torch_eaas.client_failover import Failover
 from torch_eaas.client_pairs import Connection
-from torch_eaas.client_pieces import Piece, split
+from torch_eaas.client_pieces import split
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
 from torch_eaas.connections import Connections
-from torch_eaas.errors import ExpertUnavailable, PeerTimeout, RequestRefused
+from torch_eaas.errors import RequestRefused
+from torch_eaas.protocol.hedging import HedgeBudget
 from torch_eaas.protocol.layout import Status
-from torch_eaas.protocol.requests import Fate, Need
+from torch_eaas.protocol.requests import Fate
 from torch_eaas.routing import LayerRoutes
 
 SLICE_S = 0.002
@@ -28,9 +30,6 @@ LONGEST_QUIET_S = 0.02
 DRIFT = 1.05
 """An answer is not looked for before this share of the quickest one of lately, for batches of like
 size. The quickest is forgotten by this factor a call, so that it follows what changes."""
-
-RETRY_S = 0.01
-"""Pause before a server that refused is asked again, where nobody else holds the experts."""
 
 
 class CallEngine:
@@ -61,9 +60,11 @@ class CallEngine:
         self._connections = connections
         self._clock = clock
         self._counters = counters
-        self._hedge_after = config.hedge_after.total_seconds()
+        self._budget = HedgeBudget()
+        self._failover = Failover(
+            config, connections, self._budget, counters=counters, post=self._post
+        )
         self._request_timeout = config.request_timeout.total_seconds()
-        self._recovery_timeout = config.recovery_timeout.total_seconds()
         self._quickest: dict[int, float] = {}
         self._slots_per_call = config.slots - config.max_micro_batches + 1
 
@@ -78,13 +79,15 @@ class CallEngine:
             # a second for each further request to the same server
             timeout = self._timeout(name) + sent_to[piece.server]
             sent_to[piece.server] += 1
-            share = Share(piece, now, self._hedge_after, timeout)
+            late_after = self._failover.late_after(name, len(piece.rows_n))
+            share = Share(piece, now, late_after, timeout)
             call.shares.append(share)
             request = Sent(piece, name)
             share.add((request,))
             if not self._send(call, share, request, now):
                 call.unsent.append((share, request))
         call.sent_at = now
+        self._budget.sent(len(call.shares), now)
         # one bell for all: where waiting polls it is free
         self._transport.ring()
 
@@ -97,7 +100,7 @@ class CallEngine:
         quiet = min(max(0.0, expected - started), LONGEST_QUIET_S)
         while not self._collect(call):
             now = self._clock()
-            self._tend(call, now)
+            self._failover.tend(call, now)
             waited = max(0.0, now - started - quiet)
             left = max(0.0, started + quiet - now)
             self._transport.wait(call.has_news, SLICE_S, waited, quiet=left)
@@ -114,15 +117,14 @@ class CallEngine:
             servers_TK = routes.choose(call.ids_TK)
             if routes.is_complete:
                 return routes, servers_TK
-            lonely = servers_TK < 0
-            if not lonely.any() or not (lonely := lonely & (call.ids_TK >= 0)).any():
+            lonely_TK = (servers_TK < 0) & (call.ids_TK >= 0)
+            if not lonely_TK.any():
                 return routes, servers_TK
             now = self._clock()
-            deadline = deadline or now + self._recovery_timeout
-            if now > deadline:
-                expert = int(call.ids_TK[lonely][0])
-                why = self._connections.why_missing()
-                raise ExpertUnavailable(call.layer, expert, (), why)
+            deadline = deadline or now + self._failover.patience(call.layer, call.ids_TK[lonely_TK])
+            if now >= deadline:
+                self._failover.give_up(call, lonely_TK, (), self._connections.why_missing())
+                return routes, servers_TK
             time.sleep(SLICE_S)
 
     def _timeout(self, name: str) -> float:
@@ -137,6 +139,7 @@ class CallEngine:
         for request in requests:
             if not self._send(call, share, request, now):
                 call.unsent.append((share, request))
+        self._transport.ring()
 
     def _send(self, call: Call, share: Share, request: Sent, now: float) -> bool:
         """Send a request; return False if it has to wait for a slot."""
@@ -153,7 +156,7 @@ class CallEngine:
             return False
         budget_us = max(0, int((share.deadline - now) * 1e6))
         piece, version = request.piece, self._connections.placement.version
-        request.conn, request.slot = conn, slot
+        request.conn, request.slot, request.sent_at = conn, slot, now
         request.word = conn.send(slot, call.layer, call.x_TD, piece, budget_us, version)
         call.waiting.append(request)
         self._counters["requests"] += 1
@@ -168,7 +171,9 @@ class CallEngine:
         call.unsent = [
             (share, request)
             for share, request in call.unsent
-            if request.fate is Fate.WAITING and not self._send(call, share, request, now)
+            if share.winner is None
+            and request.fate is Fate.WAITING
+            and not self._send(call, share, request, now)
         ]
         if len(call.unsent) < left:
             self._transport.ring()
@@ -180,8 +185,9 @@ class CallEngine:
         came = False
         for request in call.waiting:
             if request.has_word:
-                came = True
-                self._read(call, request)
+                if not came:
+                    came, now = True, self._clock()
+                self._read(call, request, now)
         if came:
             call.waiting = [r for r in call.waiting if r.fate is Fate.WAITING]
         if call.unsent:
@@ -189,17 +195,18 @@ class CallEngine:
         settled = [share.settle() for share in call.shares]
         return all(settled)
 
-    def _read(self, call: Call, request: Sent) -> None:
+    def _read(self, call: Call, request: Sent, now: float) -> None:
         conn = request.conn
         assert conn is not None
         header = conn.header(request.slot)
-        self._connections.heard(conn)
+        self._connections.heard(conn, now)
         if (header.instance, header.epoch) != (self._instance, conn.epoch):
             request.fate = Fate.LOST
             request.free()
             self._counters["stale"] += 1
         elif header.status == Status.OK:
             request.fate = Fate.ANSWERED
+            conn.pair.latencies.add(len(request.piece.rows_n), now - request.sent_at)
             call.experts_us = max(call.experts_us, header.experts_us)
         else:
             self._refused(call, request, conn, header.status, header.size)
@@ -218,96 +225,3 @@ class CallEngine:
             if request in share.requests():
                 share.refusal = f"{conn.name}: {text}"
                 share.failed |= status is Status.INTERNAL
-
-    # -- failing over --------------------------------------------------------------------------
-
-    def _tend(self, call: Call, now: float) -> None:
-        """Look at clocks and control sockets; send again what will not be answered."""
-        for request in call.waiting:
-            conn = request.conn
-            if conn is not None and (conn.lost or conn.link.closed) and not request.has_word:
-                self._connections.lose(conn)
-                request.fate = Fate.LOST
-        for share in call.shares:
-            need = share.need(now)
-            if need is Need.HEDGE:
-                self._hedge(call, share, now)
-            elif need is Need.RESEND:
-                self._resend(call, share, now)
-            elif need is Need.EXPIRE:
-                self._expire(call, share, now)
-        call.waiting = [r for r in call.waiting if r.fate is Fate.WAITING]
-
-    def _hedge(self, call: Call, share: Share, now: float) -> None:
-        """Ask other holders beside a server that is late; the first complete answer wins."""
-        share.hedged()
-        requests = self._alternative(call, share)
-        if not requests or any(request.server in share.tried for request in requests):
-            # nobody else could answer: its own answer still counts, and it is not suspect for it
-            return
-        for request in share.waiting():
-            if isinstance(request, Sent) and request.conn is not None:
-                self._connections.suspect(request.conn)
-        self._counters["hedges"] += 1
-        self._post(call, share, requests, now)
-        self._transport.ring()
-
-    def _resend(self, call: Call, share: Share, now: float) -> None:
-        """Ask again for what no answer will come to: another holder, or the same one later."""
-        if share.retry_at is None:
-            share.retry_at = now
-        requests = self._alternative(call, share)
-        if not requests:
-            # nobody holds it: wait for a holder instead of an answer
-            if not share.recovering:
-                share.recovering = True
-                share.deadline = max(share.deadline, now + self._recovery_timeout)
-            return
-        again = any(request.server in share.tried for request in requests)
-        if again and share.failed:
-            # its experts raise on this input: asking the same ones again changes nothing
-            self._expire(call, share, now)
-        if again and now < share.retry_at:
-            return
-        if share.recovering:
-            share.recovering = False
-            share.deadline = max(share.deadline, now + self._request_timeout)
-        share.retry_at = now + RETRY_S
-        share.hedge_at = now + self._hedge_after
-        self._counters["resends"] += 1
-        self._post(call, share, requests, now)
-        self._transport.ring()
-
-    def _alternative(self, call: Call, share: Share) -> list[Sent]:
-        """Return requests for a share's contributions, or none while an expert has no holder."""
-        # who was asked and did not answer comes last, also behind other suspects
-        routes = self._connections.routes_avoiding(call.layer, call.num_experts, share.tried)
-        piece: Piece = share.piece
-        ids_nK = piece.ids_nK
-        servers_nK = routes.choose(ids_nK)
-        if ((servers_nK < 0) & (ids_nK >= 0)).any():
-            return []
-        max_tokens = self._config.max_tokens
-        parts = split(servers_nK, ids_nK, piece.weights_nK, len(routes.servers), max_tokens)
-        requests = []
-        for part in parts:
-            part.rows_n = piece.rows_n[part.rows_n]
-            requests.append(Sent(part, routes.servers[part.server]))
-        return requests
-
-    def _expire(self, call: Call, share: Share, now: float) -> None:
-        waiting = share.waiting()
-        for request in waiting:
-            if isinstance(request, Sent) and request.conn is not None:
-                self._connections.suspect(request.conn)
-        self._counters["timeouts"] += 1
-        tried = tuple(share.tried)
-        if share.recovering or not waiting:
-            held = share.piece.ids_nK[share.piece.ids_nK >= 0]
-            why = share.refusal or self._connections.why_missing()
-            raise ExpertUnavailable(call.layer, int(held[0]), tried, why)
-        raise PeerTimeout(
-            f"client {self._config.name}: layer {call.layer}: no answer from "
-            f"{', '.join(request.server for request in waiting)} within "
-            f"{now - share.sent_at:.3g} s (asked: {', '.join(tried)})"
-        )

@@ -72,9 +72,11 @@ class Connections:
         self._routes_changes = -1
 
     @property
-    def suspects(self) -> set[str]:
-        """Names of the servers to ask only while nobody else holds an expert."""
-        return {name for name, conn in self.live.items() if conn.pair.suspect}
+    def suspects(self) -> list[str]:
+        """Return the servers to ask only while nobody else holds an expert: heard last, first."""
+        suspects = [conn for conn in self.live.values() if conn.pair.suspect]
+        suspects.sort(key=lambda conn: (not conn.slots.num_free, -conn.pair.heard_at))
+        return [conn.name for conn in suspects]
 
     def routes(self, layer: int, num_experts: int) -> LayerRoutes:
         """Return the servers to ask for a layer's experts, as things stand."""
@@ -84,20 +86,19 @@ class Connections:
             self._routes_changes = changes
         routes = self._routes.get((layer, num_experts))
         if routes is None:
-            routes = self.routes_avoiding(layer, num_experts, self.suspects)
+            routes = self.routes_avoiding(layer, num_experts, ())
             self._routes[layer, num_experts] = routes
         return routes
 
-    def routes_avoiding(
-        self, layer: int, num_experts: int, avoided: Collection[str]
-    ) -> LayerRoutes:
-        """Return routes that use the ``avoided`` servers only where nobody else holds an expert."""
+    def routes_avoiding(self, layer: int, num_experts: int, tried: Collection[str]) -> LayerRoutes:
+        """Return routes that use suspects, and last who was ``tried``, only for want of others."""
+        suspects = [name for name in self.suspects if name not in tried]
         return LayerRoutes(
             self.placement,
             layer,
             num_experts,
             open_servers=self.live,
-            suspects=avoided,
+            suspects=[*suspects, *tried],
             salt=self._instance,
         )
 
@@ -162,9 +163,9 @@ class Connections:
             self.changes += 1
         logger.warning("client %s: server %s is late", self._config.name, conn.name)
 
-    def heard(self, conn: Connection) -> None:
+    def heard(self, conn: Connection, now: float) -> None:
         """Note an answer: the server lives and is no longer suspect."""
-        conn.pair.heard = True
+        conn.pair.heard, conn.pair.heard_at = True, now
         if conn.pair.suspect:
             with self._lock:
                 conn.pair.suspect = False
@@ -227,7 +228,7 @@ class Connections:
         """Return whether a suspect's window should be replaced: no answer comes to it."""
         conn.reclaim()
         if conn.num_late > conn.late_before:
-            self.heard(conn)
+            self.heard(conn, now)
             return False
         waited = now - conn.suspect_since
         patience = self._config.request_timeout.total_seconds()

@@ -6,6 +6,7 @@
     |-- ConfigError (ValueError)          what a user can fix: an argument, a size, a file
     |   `-- CheckpointError               a checkpoint that is incomplete, broken or not understood
     |-- InferenceOnlyError                backward through remote experts
+    |-- AnomalyError (ArithmeticError)    NaN or Inf, where they are looked for
     `-- TransportError (RuntimeError)     the wire
         |-- PeerTimeout (TimeoutError)    a peer did not answer in time
         |-- PeerGone                      a peer's process has ended, or it closed the pair
@@ -30,6 +31,10 @@ class CheckpointError(ConfigError):
 
 class InferenceOnlyError(EaasError):
     """Backward was called through remote experts, which only run forward."""
+
+
+class AnomalyError(EaasError, ArithmeticError):
+    """NaN or Inf in a layer's input or output; names layer and token."""
 
 
 class TransportError(EaasError, RuntimeError):

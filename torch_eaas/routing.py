@@ -5,7 +5,7 @@ Shape legend: T tokens, K experts per token, E experts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ class LayerRoutes:
         layer: The layer.
         num_experts: E.
         open_servers: Names of the servers with an open pair.
-        suspects: Those of them to ask only while nobody else holds an expert.
+        suspects: Those of them to ask only while nobody else holds an expert, the best first.
         salt: This client's instance id: clients spread over equal replicas.
     """
 
@@ -45,7 +45,7 @@ class LayerRoutes:
         num_experts: int,
         *,
         open_servers: Collection[str],
-        suspects: Collection[str],
+        suspects: Sequence[str],
         salt: int,
     ) -> None:
         self.layer = layer
@@ -53,14 +53,15 @@ class LayerRoutes:
         # one entry more, -1: it serves the id -1
         self._table = np.full(num_experts + 1, -1, dtype=np.int16)
         self._holders: list[tuple[int, ...]] = []
+        order = {name: 1 + i for i, name in enumerate(suspects)}
         rank = {
-            i: (server.name in suspects, server.state == "draining")
+            i: (order.get(server.name, 0), server.state == "draining")
             for i, server in enumerate(placement.servers)
             if server.name in open_servers
         }
         for expert in range(num_experts):
             holders = [i for i in placement.holders(layer, expert) if i in rank]
-            best = min((rank[i] for i in holders), default=(False, False))
+            best = min((rank[i] for i in holders), default=(0, False))
             holders = [i for i in holders if rank[i] == best]
             turn = mix(salt, layer, expert) % len(holders) if holders else 0
             self._holders.append(tuple(holders[turn:] + holders[:turn]))

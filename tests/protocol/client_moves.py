@@ -231,7 +231,7 @@ def tend(state: State, c: int) -> None:
         _suspect(state, c)
         _end(state, c)
     elif need is Need.HEDGE:
-        share.hedged()
+        share.hedged(share.deadline)
         if servers and str(servers[0]) not in share.tried:
             _suspect(state, c)
             _post(state, c, [Sent(servers[0])])

@@ -97,7 +97,7 @@ def test_a_late_original_is_hedged_once_and_keeps_waiting_for_both() -> None:
     assert share.need(after) is Need.HEDGE
     hedge = Request("b")
     share.add([hedge])
-    share.hedged()
+    share.hedged(share.deadline)
     assert share.need(after) is Need.NOTHING
     assert share.need(SENT + TIMEOUT * 0.99) is Need.NOTHING
     assert share.waiting() == [first, hedge]
@@ -106,7 +106,7 @@ def test_a_late_original_is_hedged_once_and_keeps_waiting_for_both() -> None:
 def test_a_hedge_that_nobody_could_take_is_not_asked_for_again() -> None:
     share, _ = original(("a",))
     assert share.need(SENT + 0.2) is Need.HEDGE
-    share.hedged()
+    share.hedged(share.deadline)
     assert share.need(SENT + 0.3) is Need.NOTHING
 
 
@@ -126,7 +126,7 @@ def test_one_lost_request_of_an_alternative_makes_all_of_it_hopeless() -> None:
 
 def test_a_lost_original_needs_nothing_while_its_hedge_may_still_answer() -> None:
     share, [[first], [hedge]] = original(("a",), ("b",))
-    share.hedged()
+    share.hedged(share.deadline)
     first.fate = Fate.LOST
     assert share.need(SENT + 0.5) is Need.NOTHING
     hedge.fate = Fate.LOST

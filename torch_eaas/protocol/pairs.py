@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_eaas.errors import HandshakeRefused, StalePeer
+from torch_eaas.protocol.hedging import Latencies
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
@@ -28,6 +29,9 @@ class ClientPair:
         self.suspect = False
         self.heard = False
         """Whether the server has ever answered a request: its first may take longer."""
+        self.heard_at = 0.0
+        """When it last answered one: of suspects, the one heard from last is asked first."""
+        self.latencies = Latencies()
 
     @property
     def is_open(self) -> bool:

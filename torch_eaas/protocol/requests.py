@@ -116,6 +116,6 @@ class Original:
             return Need.RESEND
         return Need.HEDGE if now >= self.hedge_at else Need.NOTHING
 
-    def hedged(self) -> None:
-        """Note that the hedge was sent, or that nobody could take it; there is one per original."""
-        self.hedge_at = self.deadline
+    def hedged(self, look_again_at: float) -> None:
+        """Note that a hedge was sent, or could not be; the next one is due at ``look_again_at``."""
+        self.hedge_at = look_again_at
