@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -16,6 +17,8 @@ from torch_eaas.cli.environment import child_environment
 from torch_eaas.errors import PeerGone, PeerTimeout, TransportError
 
 _LONGEST_LINE = 1 << 24
+_END_S = 5.0
+"""How long the kernel may take to end a process: it tears down the memory first."""
 
 
 class Child:
@@ -66,7 +69,9 @@ class Child:
     def close(self) -> None:
         """Kill it and wait for its end; safe twice."""
         self._process.kill()
-        self._process.wait()
+        # one that is stuck in the kernel ends there: the signal waits for it
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
         if self._process.stdout is not None:
             self._process.stdout.close()
 
@@ -75,6 +80,13 @@ class Child:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _end(self) -> str:
+        """Return how it ended; one that only closed its stdout may still run."""
+        try:
+            return f"ended with {self._process.wait(_END_S)}"
+        except subprocess.TimeoutExpired:
+            return "closed its stdout"
 
     def _read_line(self, deadline: float, timeout: timedelta) -> bytes:
         assert self._process.stdout is not None
@@ -88,7 +100,6 @@ class Child:
                 raise PeerTimeout(f"{self.name} was not ready in {timeout.total_seconds():g} s")
             piece = os.read(fd, 1 << 16)
             if not piece:
-                code = self._process.wait()
-                raise PeerGone(f"{self.name} ended with {code} before it was ready; see above")
+                raise PeerGone(f"{self.name} {self._end()} before it was ready; see above")
             line += piece
         return line

@@ -6,6 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
+_LONGEST_S = 10.0
+"""How long the kill may be waited for: half the time of a token, and then it is done."""
+
 
 class Killer:
     """Kills after a token, halfway to the next one, when requests are under way.
@@ -29,7 +32,7 @@ class Killer:
             count: Tokens so far.
         """
         if self._timer is not None:
-            self._timer.join()
+            self._timer.join(_LONGEST_S)
             self._timer = None
             return True
         if count == 1:
