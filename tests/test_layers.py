@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 ROWS = (
     {"errors"},
+    {"access"},
     {"config"},
     # placement is pure and without torch; experts says in its terms what it holds
     {"protocol", "placement"},
@@ -39,7 +40,16 @@ CLIENT |= {"connections", "directory", "routing"}
 SERVER = {"server", "server_batch", "server_control", "server_pairs"}
 TOP = {"", "__main__"}
 
-WITHOUT_TORCH = ["errors", "config", "protocol", "placement", "comm", "monitor", "cli.main"]
+WITHOUT_TORCH = [
+    "errors",
+    "access",
+    "config",
+    "protocol",
+    "placement",
+    "comm",
+    "monitor",
+    "cli.main",
+]
 """Files and folders that never import torch."""
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, get_args
 
+from torch_eaas.access import OPEN, Access
 from torch_eaas.errors import ConfigError
 
 WireDtype = Literal["fp32", "bf16", "fp16"]
@@ -85,6 +86,9 @@ class ClientConfig:
     recovery_timeout: timedelta = timedelta(seconds=30)
     """How long a dispatch waits for a holder of an expert that nobody live holds."""
 
+    access: Access = OPEN
+    """The token that servers and the monitor are shown."""
+
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("name must not be empty")
@@ -129,6 +133,9 @@ class ServerConfig:
     drain_timeout: timedelta = timedelta(seconds=20)
     """How long a drain may take before the server leaves all the same."""
 
+    access: Access = OPEN
+    """The token that clients must show, and that the monitor is shown."""
+
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("name must not be empty")
@@ -152,6 +159,9 @@ class MonitorConfig:
 
     heartbeat: timedelta = HEARTBEAT
     """How often members are asked to report."""
+
+    access: Access = OPEN
+    """The token that callers must show, and the certificate; a token is a must off loopback."""
 
     def __post_init__(self) -> None:
         if not self.host:

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from torch_eaas.access import Gate
 from torch_eaas.comm.transport import Handler, Json, Reply, Transport
 from torch_eaas.comm.window import Window
 from torch_eaas.config import ServerConfig
@@ -63,6 +64,7 @@ class ServerControl(Handler):
         self._drain = drain
         self._clock = clock
         self._epochs = ServerEpochs()
+        self._gate = Gate(config.access, f"server {config.name}")
         self._registry = CollectorRegistry()
         self._registry.register(_Counters(self))
         self._changing = threading.Lock()
@@ -71,6 +73,10 @@ class ServerControl(Handler):
         self.state: ServerState = "serving"
         self.placement = Placement()
         """The newest that this server knows; clients ask for it while the monitor is away."""
+
+    @override
+    def admits(self, peer: int, token: object) -> bool:
+        return self._gate.admits(token, f"control connection {peer}")
 
     @override
     def handle(self, peer: int, verb: str, body: Json, windows: Sequence[Window]) -> Reply:
@@ -110,6 +116,11 @@ class ServerControl(Handler):
     def numbers(self) -> dict[str, int]:
         """Return a copy of the serving loop's counters."""
         return dict(self._counters)
+
+    @property
+    def denied(self) -> int:
+        """Control calls that came without the server's token."""
+        return self._gate.denied
 
     def _handshake(self, peer: int, body: Json, windows: Sequence[Window]) -> Reply:
         try:
@@ -230,6 +241,11 @@ class _Counters(Collector):
             if key.startswith("refused_"):
                 refused.add_metric([key.removeprefix("refused_")], value)
         yield refused
+        yield CounterMetricFamily(
+            "torch_eaas_server_access_denied",
+            "control calls without the token",
+            value=self._control.denied,
+        )
         yield GaugeMetricFamily(
             "torch_eaas_server_pairs", "clients connected", value=len(self._control.pairs)
         )
