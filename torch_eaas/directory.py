@@ -11,7 +11,7 @@ from torch_eaas.client_pairs import CONTROL_TIMEOUT_S
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
 from torch_eaas.connections import Connections
-from torch_eaas.errors import AccessDenied, ConfigError, TransportError
+from torch_eaas.errors import AccessDenied, ConfigError, EaasError, TransportError
 from torch_eaas.monitor.agent import MonitorAgent
 from torch_eaas.monitor.announcement import Announcement
 from torch_eaas.placement import Placement, ServerInfo
@@ -108,9 +108,11 @@ class Directory:
         for conn in list(self._connections.live.values()):
             try:
                 answer, _ = conn.link.call("placement", {}, timeout=CONTROL_TIMEOUT_S)
-            except TransportError:
+                placement = Placement.from_json(answer.get("placement", {}))
+            except EaasError as error:
+                logger.debug("no placement of server %s: %s", conn.name, error)
                 continue
-            agent.offer(Placement.from_json(answer["placement"]))
+            agent.offer(placement)
 
     def _ask(self, address: str) -> ServerInfo | None:
         try:

@@ -25,6 +25,9 @@ from torch_eaas.server_pairs import ServerPair
 
 logger = logging.getLogger(__name__)
 
+_MISSHAPEN = (KeyError, TypeError, ValueError, OverflowError)
+"""What reading a call's fields raises; the last one where JSON's numbers are infinite."""
+
 
 class ServerControl(Handler):
     """Keeps the list of a server's pairs, and answers control calls about them.
@@ -127,7 +130,7 @@ class ServerControl(Handler):
             client, instance = str(body["client"]), int(body["instance"], 16)
             epoch, fingerprint = int(body["epoch"]), str(body["fingerprint"])
             version, spec_json = body["protocol"], dict(body["spec"])
-        except (KeyError, TypeError, ValueError) as error:
+        except _MISSHAPEN as error:
             raise HandshakeRefused(f"not a handshake: {error!r}") from error
         if version != PROTOCOL_VERSION:
             raise HandshakeRefused(
@@ -198,7 +201,10 @@ class ServerControl(Handler):
 
     def _close_epoch(self, peer: int, body: Json) -> Json:
         """Write into an epoch's window no more; the answer says that this is so."""
-        instance, epoch = int(str(body.get("instance", "0")), 16), body.get("epoch")
+        try:
+            instance, epoch = int(body["instance"], 16), int(body["epoch"])
+        except _MISSHAPEN as error:
+            raise HandshakeRefused(f"not a close: {error!r}") from error
         self._drop(lambda pair: pair.instance == instance and pair.epoch == epoch)
         with self.writing:
             # the batch that may still have been writing is done
