@@ -171,17 +171,6 @@ def test_what_needs_no_torch_never_imports_it(name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_is_pickled() -> None:
-    pickles = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
-    for file in FILES:
-        assert not pickles & {name.split(".")[0] for _, name in imports_of(file)}, file
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                # torch.load and torch.save pickle as well
-                called = f"{node.value.id}.{node.attr}"
-                assert called not in ("torch.load", "torch.save"), f"{file}:{node.lineno}"
-
-
 def test_every_file_is_ascii() -> None:
     for file in FILES:
         for number, line in enumerate(file.read_bytes().splitlines(), 1):
