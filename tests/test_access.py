@@ -130,7 +130,7 @@ def test_a_client_with_the_token_is_served_and_one_without_is_told_why(
             server._control._gate = Gate(Access(token="another-0123456789"), "s")
         with (
             Client(good, servers=address, transport=transport, background=False) as client,
-            pytest.raises(ExpertUnavailable, match=f"known yet; {address[0]}: .*the token is"),
+            pytest.raises(ExpertUnavailable, match=f"known yet; {address[0]}: the token is"),
         ):
             client.wait_ready([1], E, timedelta(milliseconds=1))
     assert "no access to the server at loopback:server" in caplog.text

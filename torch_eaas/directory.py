@@ -125,7 +125,9 @@ class Directory:
             # it will not heal by itself, so it is told at once and not only when the wait is over
             if address not in self._connections.refusals:
                 logger.warning("no access to the server at %s", error)
-            self._connections.refusals[address] = str(error)
+            # why_missing names the address itself
+            text = str(error).removeprefix(f"{address}: ")
+            self._connections.refusals[address] = text
             return None
         except TransportError:
             return None

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import torch_eaas.monitor.routes
 from tests.monitor.planned import client, server, wait_until
-from torch_eaas.access import Access
+from torch_eaas.access import Access, Gate
 from torch_eaas.config import MonitorConfig
 from torch_eaas.errors import AccessDenied, ConfigError
 from torch_eaas.monitor.agent import MonitorAgent, fetch_placement
 from torch_eaas.monitor.app import MonitorHandle, serve_in_background
+from torch_eaas.monitor.guard import TokenGuard
 
 TOKEN = "sesame-0123456789"
 ACCESS = Access(token=TOKEN)
@@ -131,3 +136,28 @@ def test_a_monitor_that_others_reach_without_tls_says_what_they_can_read(
 ) -> None:
     with serve_in_background(MonitorConfig(host="0.0.0.0", access=ACCESS)):
         assert "listens on 0.0.0.0 without TLS" in caplog.text
+
+
+HEADER = st.tuples(
+    st.sampled_from([b"authorization", b"Authorization", b"x"]),
+    st.binary(max_size=40) | st.binary(max_size=20).map(b"Bearer ".__add__),
+)
+
+
+@settings(max_examples=100)
+@given(headers=st.lists(HEADER, max_size=3), path=st.text(max_size=100))
+def test_no_headers_pass_without_the_token(headers: list[tuple[bytes, bytes]], path: str) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        pytest.fail("a stranger was let in")
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "path": f"/{path}", "headers": headers, "client": None}
+    asyncio.run(TokenGuard(app, Gate(ACCESS, "the monitor"))(scope, receive, send))
+    assert sent[0]["status"] == 401

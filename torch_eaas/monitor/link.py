@@ -114,7 +114,8 @@ class MonitorLink:
             raise PeerTimeout(f"{what}: no answer in time ({type(error).__name__})") from error
         except (httpx.HTTPError, RuntimeError) as error:
             # httpx raises RuntimeError for a call on a client that was closed meanwhile
-            raise PeerGone(f"{what}: {error}") from error
+            hint = "; --tls-authority names what verifies it" if "CERTIF" in str(error) else ""
+            raise PeerGone(f"{what}: {error}{hint}") from error
         except ValueError as error:
             raise TransportError(f"{what}: status {answer.status_code}, no JSON") from error
         if not isinstance(data, dict) or answer.status_code >= 500:
