@@ -346,6 +346,8 @@ class TestSharedMemory(TransportContract):
             ("unix:@", "is unix:/path or unix:@name, got 'unix:@'"),
             ("unix:relative", "is unix:/path or unix:@name, got 'unix:relative'"),
             ("loopback:a", "is unix:/path or unix:@name, got 'loopback:a'"),
+            ("unix:@a\0b", r"is unix:/path or unix:@name, got 'unix:@a\\x00b'"),
+            ("unix:/a\ud800", r"is unix:/path or unix:@name, got 'unix:/a\\ud800'"),
             ("unix:@" + "x" * 107, "a unix socket's name has at most 107 bytes"),
         ],
     )

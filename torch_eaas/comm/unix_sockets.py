@@ -14,7 +14,9 @@ PREFIX = "unix:"
 def socket_name(address: str) -> str:
     """Return the kernel's name for ``unix:/path`` or ``unix:@name`` (abstract: no file)."""
     name = address.removeprefix(PREFIX)
-    if not address.startswith(PREFIX) or len(name) < 2 or name[0] not in "@/":
+    # a peer may have named it: zeros and lone surrogates would be errors of the socket module
+    is_name = address.startswith(PREFIX) and len(name) > 1 and name[0] in "@/"
+    if not is_name or not name.isprintable():
         raise ConfigError(f"a shared_memory address is unix:/path or unix:@name, got {address!r}")
     if len(name.encode()) > 107:
         raise ConfigError(f"a unix socket's name has at most 107 bytes: {address!r}")
