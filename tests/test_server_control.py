@@ -52,7 +52,7 @@ def travelled(body: Any) -> Any:
     return json.loads(json.dumps(body))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     calls=st.lists(CALL | st.tuples(st.text(max_size=5), VALUE), min_size=1, max_size=4),
     size=st.sampled_from([SPEC.reply_bytes] * 3 + [128, 0]),

@@ -38,7 +38,7 @@ IDS = st.sampled_from([0, 1, E - 1, 0xFFFFFFFF]) | st.integers(0, (1 << 32) - 1)
 FIELD_BITS = [64] * 5 + [32] * 3
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_no_request_that_a_client_can_write_ends_the_server(data: st.DataObject) -> None:
     hand = ByHand()
