@@ -8,6 +8,8 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Access": "access",
+    "AccessDenied": "errors",
     "AnomalyError": "errors",
     "CheckpointError": "errors",
     "Client": "client",

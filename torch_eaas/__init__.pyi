@@ -1,9 +1,11 @@
+from torch_eaas.access import Access as Access
 from torch_eaas.client import Client as Client
 from torch_eaas.comm.loopback import LoopbackTransport as LoopbackTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport as SharedMemoryTransport
 from torch_eaas.config import ClientConfig as ClientConfig
 from torch_eaas.config import MonitorConfig as MonitorConfig
 from torch_eaas.config import ServerConfig as ServerConfig
+from torch_eaas.errors import AccessDenied as AccessDenied
 from torch_eaas.errors import AnomalyError as AnomalyError
 from torch_eaas.errors import CheckpointError as CheckpointError
 from torch_eaas.errors import ConfigError as ConfigError

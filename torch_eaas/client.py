@@ -90,7 +90,7 @@ class Client:
             self._transport,
             servers=servers,
             monitor=monitor,
-            name=config.name,
+            config=config,
             instance=self.instance,
             counters=self.counters,
         )

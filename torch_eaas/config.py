@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, get_args
 
+from torch_eaas.access import OPEN, Access
 from torch_eaas.errors import ConfigError
 
 WireDtype = Literal["fp32", "bf16", "fp16"]
@@ -93,6 +94,9 @@ class ClientConfig:
     detect_anomalies: bool = False
     """Whether NaN and Inf raise ``AnomalyError``, which names layer and token."""
 
+    access: Access = OPEN
+    """The token that servers and the monitor are shown."""
+
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("name must not be empty")
@@ -135,6 +139,9 @@ class ServerConfig:
     drain_timeout: timedelta = timedelta(seconds=20)
     """How long a drain may take before the server leaves all the same."""
 
+    access: Access = OPEN
+    """The token that clients must show, and that the monitor is shown."""
+
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("name must not be empty")
@@ -158,6 +165,9 @@ class MonitorConfig:
 
     heartbeat: timedelta = HEARTBEAT
     """How often members are asked to report."""
+
+    access: Access = OPEN
+    """The token that callers must show, and the certificate; a token is a must off loopback."""
 
     def __post_init__(self) -> None:
         if not self.host:

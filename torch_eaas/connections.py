@@ -105,7 +105,8 @@ class Connections:
     def why_missing(self) -> str:
         """Return what keeps servers from being asked, for an error's text."""
         if not self.placement.servers:
-            return "no server is known yet"
+            told = [f"{name}: {text}" for name, text in self.refusals.items()]
+            return "; ".join(["no server is known yet", *told])
         closed = [s.name for s in self.placement.servers if s.name not in self.live]
         told = [f"{name}: {text}" for name, text in self.refusals.items()]
         if closed:
@@ -252,7 +253,9 @@ class Connections:
         epoch = pair.next_epoch()
         link: Link | None = None
         try:
-            link = self._transport.dial(server.address, CONTROL_TIMEOUT_S)
+            link = self._transport.dial(
+                server.address, CONTROL_TIMEOUT_S, self._config.access.token
+            )
             hello = self._hello(epoch)
             conn, fingerprint = open_connection(
                 self._transport, link, self._spec, server=server, pair=pair, hello=hello

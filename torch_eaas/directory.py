@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch_eaas.client_pairs import CONTROL_TIMEOUT_S
 from torch_eaas.comm.transport import Transport
+from torch_eaas.config import ClientConfig
 from torch_eaas.connections import Connections
-from torch_eaas.errors import ConfigError, TransportError
+from torch_eaas.errors import AccessDenied, ConfigError, EaasError, TransportError
 from torch_eaas.monitor.agent import MonitorAgent
 from torch_eaas.monitor.announcement import Announcement
 from torch_eaas.placement import Placement, ServerInfo
 
 REASK_S = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 class Directory:
@@ -25,7 +29,7 @@ class Directory:
         transport: Reaches servers that are named by address.
         servers: Control addresses; each is asked what it holds.
         monitor: URL of a monitor; exactly one of ``servers`` and ``monitor`` is given.
-        name: The client's name.
+        config: The client's options.
         instance: The client's instance id.
         counters: The client's counters, told to the monitor.
     """
@@ -37,7 +41,7 @@ class Directory:
         *,
         servers: Sequence[str],
         monitor: str | None,
-        name: str,
+        config: ClientConfig,
         instance: int,
         counters: Callable[[], dict[str, int]],
     ) -> None:
@@ -47,15 +51,17 @@ class Directory:
         self._transport = transport
         self._addresses = tuple(servers)
         self._known: dict[str, ServerInfo] = {}
+        self._token = config.access.token
         self._asked_at = 0.0
         self._agent: MonitorAgent | None = None
         if monitor is not None:
             self._agent = MonitorAgent(
                 monitor,
                 lambda: Announcement(
-                    role="client", name=name, instance=instance, counters=counters()
+                    role="client", name=config.name, instance=instance, counters=counters()
                 ),
                 connections.follow,
+                access=config.access,
             )
 
     def refresh(self) -> None:
@@ -102,19 +108,28 @@ class Directory:
         for conn in list(self._connections.live.values()):
             try:
                 answer, _ = conn.link.call("placement", {}, timeout=CONTROL_TIMEOUT_S)
-            except TransportError:
+                placement = Placement.from_json(answer.get("placement", {}))
+            except EaasError as error:
+                logger.debug("no placement of server %s: %s", conn.name, error)
                 continue
-            agent.offer(Placement.from_json(answer["placement"]))
+            agent.offer(placement)
 
     def _ask(self, address: str) -> ServerInfo | None:
         try:
-            link = self._transport.dial(address, CONTROL_TIMEOUT_S)
+            link = self._transport.dial(address, CONTROL_TIMEOUT_S, self._token)
+            try:
+                answer, _ = link.call("describe", {}, timeout=CONTROL_TIMEOUT_S)
+            finally:
+                link.close()
+        except AccessDenied as error:
+            # it will not heal by itself, so it is told at once and not only when the wait is over
+            if address not in self._connections.refusals:
+                logger.warning("no access to the server at %s", error)
+            # why_missing names the address itself
+            text = str(error).removeprefix(f"{address}: ")
+            self._connections.refusals[address] = text
+            return None
         except TransportError:
             return None
-        try:
-            answer, _ = link.call("describe", {}, timeout=CONTROL_TIMEOUT_S)
-        except TransportError:
-            return None
-        finally:
-            link.close()
+        self._connections.refusals.pop(address, None)
         return ServerInfo.from_json({**answer, "address": address})

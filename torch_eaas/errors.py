@@ -10,6 +10,7 @@
     `-- TransportError (RuntimeError)     the wire
         |-- PeerTimeout (TimeoutError)    a peer did not answer in time
         |-- PeerGone                      a peer's process has ended, or it closed the pair
+        |-- AccessDenied                  a monitor or server asks for another token
         |-- HandshakeRefused              a server did not accept a pair
         |-- StalePeer                     a frame of another life or epoch
         |-- RequestRefused                a server answered a request with an error
@@ -47,6 +48,10 @@ class PeerTimeout(TransportError, TimeoutError):
 
 class PeerGone(TransportError):
     """A peer's process has ended, or it closed the pair."""
+
+
+class AccessDenied(TransportError):
+    """A monitor or server turned the caller away: its token is missing or wrong."""
 
 
 class HandshakeRefused(TransportError):

@@ -120,7 +120,9 @@ class ExpertServer:
     def serve(self) -> None:
         """Serve in this thread until a drain has ended or ``close`` is called."""
         if self._monitor is not None and self._agent is None:
-            self._agent = MonitorAgent(self._monitor, self._announce, self._on_placement)
+            self._agent = MonitorAgent(
+                self._monitor, self._announce, self._on_placement, access=self.config.access
+            )
         idle_since = self._clock()
         self._serving = threading.current_thread()
         try:

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from torch_eaas.access import Gate
 from torch_eaas.comm.transport import Handler, Json, Reply, Transport
 from torch_eaas.comm.window import Window
 from torch_eaas.config import ServerConfig
@@ -23,6 +24,9 @@ from torch_eaas.protocol.pairs import ServerEpochs
 from torch_eaas.server_pairs import ServerPair
 
 logger = logging.getLogger(__name__)
+
+_MISSHAPEN = (KeyError, TypeError, ValueError, OverflowError)
+"""What reading a call's fields raises; the last one where JSON's numbers are infinite."""
 
 
 class ServerControl(Handler):
@@ -63,6 +67,7 @@ class ServerControl(Handler):
         self._drain = drain
         self._clock = clock
         self._epochs = ServerEpochs()
+        self._gate = Gate(config.access, f"server {config.name}")
         self._registry = CollectorRegistry()
         self._registry.register(_Counters(self))
         self._changing = threading.Lock()
@@ -71,6 +76,10 @@ class ServerControl(Handler):
         self.state: ServerState = "serving"
         self.placement = Placement()
         """The newest that this server knows; clients ask for it while the monitor is away."""
+
+    @override
+    def admits(self, peer: int, token: object) -> bool:
+        return self._gate.admits(token, f"control connection {peer}")
 
     @override
     def handle(self, peer: int, verb: str, body: Json, windows: Sequence[Window]) -> Reply:
@@ -111,12 +120,17 @@ class ServerControl(Handler):
         """Return a copy of the serving loop's counters."""
         return dict(self._counters)
 
+    @property
+    def denied(self) -> int:
+        """Control calls that came without the server's token."""
+        return self._gate.denied
+
     def _handshake(self, peer: int, body: Json, windows: Sequence[Window]) -> Reply:
         try:
             client, instance = str(body["client"]), int(body["instance"], 16)
             epoch, fingerprint = int(body["epoch"]), str(body["fingerprint"])
             version, spec_json = body["protocol"], dict(body["spec"])
-        except (KeyError, TypeError, ValueError) as error:
+        except _MISSHAPEN as error:
             raise HandshakeRefused(f"not a handshake: {error!r}") from error
         if version != PROTOCOL_VERSION:
             raise HandshakeRefused(
@@ -187,7 +201,10 @@ class ServerControl(Handler):
 
     def _close_epoch(self, peer: int, body: Json) -> Json:
         """Write into an epoch's window no more; the answer says that this is so."""
-        instance, epoch = int(str(body.get("instance", "0")), 16), body.get("epoch")
+        try:
+            instance, epoch = int(body["instance"], 16), int(body["epoch"])
+        except _MISSHAPEN as error:
+            raise HandshakeRefused(f"not a close: {error!r}") from error
         self._drop(lambda pair: pair.instance == instance and pair.epoch == epoch)
         with self.writing:
             # the batch that may still have been writing is done
@@ -230,6 +247,11 @@ class _Counters(Collector):
             if key.startswith("refused_"):
                 refused.add_metric([key.removeprefix("refused_")], value)
         yield refused
+        yield CounterMetricFamily(
+            "torch_eaas_server_access_denied",
+            "control calls without the token",
+            value=self._control.denied,
+        )
         yield GaugeMetricFamily(
             "torch_eaas_server_pairs", "clients connected", value=len(self._control.pairs)
         )

@@ -81,6 +81,7 @@ class ServerPair:
         num_words = spec.slots * WORD_BYTES
         self._request_words = requests[:num_words].cast("Q")
         self._reply_words = replies[:num_words].cast("Q")
+        self._copied: tuple[int, int, tuple[int, ...]] = (-1, 0, ())
         slots = range(spec.slots)
         self._request_at = [spec.request_slot(slot) for slot in slots]
         self._reply_at = [spec.reply_slot(slot) for slot in slots]
@@ -108,16 +109,13 @@ class ServerPair:
 
     def peek_rows(self) -> int:
         """Return the most rows that the next ready request may add to a batch."""
-        slot, _, _ = self.slots.peek()
-        header = REQUEST_HEADER.unpack_from(self._requests, self._request_at[slot])
-        num_tokens: int = min(header[6], self.spec.max_tokens)
+        slot, word, _ = self.slots.peek()
+        num_tokens: int = min(self._header(slot, word)[6], self.spec.max_tokens)
         return num_tokens * self.spec.top_k
 
     def read(self, slot: int, word: int, since: float, now: float) -> Frame:
         """Return the frame in a slot; BadFrame if it cannot be run."""
-        instance, epoch, sequence, _, budget_us, layer, num_tokens, flags = (
-            REQUEST_HEADER.unpack_from(self._requests, self._request_at[slot])
-        )
+        instance, epoch, sequence, _, budget_us, layer, num_tokens, flags = self._header(slot, word)
         if (instance, epoch, sequence) != (self.instance, self.epoch, word >> 8):
             raise BadFrame(
                 Status.STALE,
@@ -161,6 +159,13 @@ class ServerPair:
         start = self._reply_at[slot] + self.spec.rows_offset
         self._replies[start : start + len(data)] = data
         self._finish(slot, word, status, len(data), 0, 0, version)
+
+    def _header(self, slot: int, word: int) -> tuple[int, ...]:
+        """Return a request's header, copied out of the window once: the client can change it."""
+        if self._copied[:2] != (slot, word):
+            header = REQUEST_HEADER.unpack_from(self._requests, self._request_at[slot])
+            self._copied = (slot, word, header)
+        return self._copied[2]
 
     def _finish(
         self,

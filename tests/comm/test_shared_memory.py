@@ -29,10 +29,11 @@ from tests.comm.transport_contract import (
 from torch_eaas.comm import polling, shared_memory
 from torch_eaas.comm.frames import receive_frame, send_frame
 from torch_eaas.comm.loopback import LoopbackTransport
-from torch_eaas.comm.shared_memory import SharedMemoryTransport, socket_name
+from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Link, Listener, Transport
+from torch_eaas.comm.unix_sockets import is_own_user, socket_name
 from torch_eaas.comm.window import create_window
-from torch_eaas.errors import ConfigError, HandshakeRefused, PeerGone, TransportError
+from torch_eaas.errors import AccessDenied, ConfigError, HandshakeRefused, PeerGone, TransportError
 
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
 needs_x86 = pytest.mark.skipif(not ON_X86, reason="shared_memory needs x86-64's store order")
@@ -345,6 +346,8 @@ class TestSharedMemory(TransportContract):
             ("unix:@", "is unix:/path or unix:@name, got 'unix:@'"),
             ("unix:relative", "is unix:/path or unix:@name, got 'unix:relative'"),
             ("loopback:a", "is unix:/path or unix:@name, got 'loopback:a'"),
+            ("unix:@a\0b", r"is unix:/path or unix:@name, got 'unix:@a\\x00b'"),
+            ("unix:/a\ud800", r"is unix:/path or unix:@name, got 'unix:/a\\ud800'"),
             ("unix:@" + "x" * 107, "a unix socket's name has at most 107 bytes"),
         ],
     )
@@ -527,20 +530,33 @@ def test_only_the_same_user_and_root_are_served(
     uid: int, is_served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    check: Callable[[object], bool] = shared_memory._is_own_user
+    check: Callable[[object], bool] = is_own_user
     assert check(Credentials(uid)) == is_served
 
 
 @needs_x86
 def test_a_stranger_is_turned_away_before_a_byte_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_is_own_user", lambda connection: False)
+    monkeypatch.setattr(shared_memory, "is_own_user", lambda connection: False)
     transport = SharedMemoryTransport()
     handler = PlannedHandler(transport)
     listener = transport.listen("", handler)
-    link = transport.dial(listener.address, TIMEOUT_S)
-    assert eventually(lambda: link.closed)
-    with pytest.raises(PeerGone):
-        link.call("echo", {}, timeout=TIMEOUT_S)
+    with dial_by_hand(listener.address) as stranger:
+        assert stranger.recv(1) == b""
     assert handler.ended == []
-    link.close()
     listener.close()
+
+
+@needs_x86
+def test_a_server_of_another_user_is_not_asked_and_told_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_memory, "is_own_user", lambda connection: False)
+    address = "unix:@eaas-test-another-user"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(socket_name(address))
+        sock.listen()
+        with pytest.raises(AccessDenied, match=f"{address} belongs to another user"):
+            SharedMemoryTransport().dial(address, TIMEOUT_S, "a-token-of-this-test")
+        connection, _ = sock.accept()
+        with connection:
+            assert connection.recv(1) == b""

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
+from torch_eaas.access import Access
 from torch_eaas.comm.transport import Handler, Json, Link, Listener, Reply, Transport
 from torch_eaas.comm.window import Window
 from torch_eaas.errors import (
+    AccessDenied,
     ConfigError,
     HandshakeRefused,
     PeerGone,
@@ -21,6 +23,7 @@ from torch_eaas.errors import (
 )
 
 TIMEOUT_S = 10.0
+TOKEN = "a-token-of-this-test"
 
 
 def eventually(is_so: Callable[[], bool], seconds: float = TIMEOUT_S) -> bool:
@@ -46,6 +49,11 @@ class PlannedHandler(Handler):
         self.went: dict[int, memoryview] = {}
         self.ended: list[int] = []
         self.may_answer = threading.Event()
+        self.access = Access()
+
+    @override
+    def admits(self, peer: int, token: object) -> bool:
+        return self.access.admits(token)
 
     @override
     def handle(self, peer: int, verb: str, body: Json, windows: Sequence[Window]) -> Reply:
@@ -203,6 +211,26 @@ class TransportContract:
             thread.join(TIMEOUT_S)
         assert not faults
         assert len(set(peers)) == 8
+
+    def test_a_caller_without_the_token_is_turned_away_before_its_window_is_looked_at(
+        self, client: Transport, listener: Listener, handler: PlannedHandler
+    ) -> None:
+        handler.access = Access(token=TOKEN)
+        for token in ("", TOKEN[:-1], TOKEN + "x"):
+            link = client.dial(listener.address, TIMEOUT_S, token)
+            window = client.create_window(128)
+            for _ in range(2):
+                with pytest.raises(AccessDenied, match="token is missing or wrong") as caught:
+                    link.call("handshake", {"size": 128}, [window], timeout=TIMEOUT_S)
+                assert listener.address in str(caught.value)
+            assert bytes(window.view) == bytes(128)
+            assert not link.closed
+            link.close()
+        assert handler.came == {}
+        link = client.dial(listener.address, TIMEOUT_S, TOKEN)
+        # the handler does not see the token, so it cannot end up in a log
+        assert link.call("echo", {"n": 1}, timeout=TIMEOUT_S)[0]["echo"] == {"n": 1}
+        link.close()
 
     # -- ends ----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.monitor.planned import FAST, server, wait_until
+from torch_eaas.access import Access
 from torch_eaas.config import MonitorConfig
 from torch_eaas.errors import ConfigError, PeerTimeout, TransportError
 from torch_eaas.monitor import app
@@ -18,6 +19,7 @@ from torch_eaas.monitor.app import serve_in_background
 from torch_eaas.monitor.service import Service
 from torch_eaas.monitor.serving import MonitorServer
 
+ACCESS = Access(token="a-token-of-this-test")
 SERVER: dict[str, Any] = server("s1", 0xA1).to_json()
 
 
@@ -93,7 +95,7 @@ def test_a_stop_that_hangs_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_that_is_not_here_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0"):
-        serve_in_background(MonitorConfig(host="192.0.2.1"))
+        serve_in_background(MonitorConfig(host="192.0.2.1", access=ACCESS))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_the_url_is_one_that_can_be_called(host: str, prefix: str) -> None:
             socket.create_server((host, 0), family=socket.AF_INET6).close()
         except OSError:
             pytest.skip("this machine has no IPv6 loopback")
-    with serve_in_background(MonitorConfig(host=host)) as handle:
+    with serve_in_background(MonitorConfig(host=host, access=ACCESS)) as handle:
         assert handle.url.startswith(prefix)
         assert httpx.get(handle.url + "/healthz", trust_env=False, verify=False).status_code == 200
 

@@ -275,6 +275,8 @@ def test_a_request_of_few_tokens_is_one_piece_far_shorter_than_its_slot() -> Non
         ({"combine": "sum"}, r"combine must be one of partial, exact, got 'sum'"),
         ({"slots": 65}, r"at most 64 slots of 65536 tokens, got 65 of 4"),
         ({"max_tokens": 65537}, r"at most 64 slots of 65536 tokens, got 2 of 65537"),
+        ({"hidden_size": 10**4299}, r"hidden_size must be at most 8589934592, got 10+$"),
+        ({"top_k": 1 << 34, "combine": "exact"}, r"top_k must be at most 8589934592, got 17"),
         (
             {"max_tokens": 65536, "hidden_size": 65536},
             r"at most 8589934592 bytes, .* needs \d+; lower max_tokens or max_micro_batches",

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import get_args
 
 import torch_eaas
+from torch_eaas.access import Access
 from torch_eaas.cli import arguments
 from torch_eaas.cli.cluster import Cluster, ClusterConfig
-from torch_eaas.cli.environment import set_threads
+from torch_eaas.cli.environment import set_threads, token_of
 from torch_eaas.cli.generate import add_sampling
 from torch_eaas.cli.verb import Verb
 from torch_eaas.config import Combine
@@ -93,6 +94,7 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             combine=args.combine,
             report=args.json,
             decoding=decoding,
+            access=Access(token=token_of()),
         )
         return demonstrate(options, cluster)
 

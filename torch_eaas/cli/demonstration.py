@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from torch_eaas.access import Access
 from torch_eaas.cli.cluster import Cluster, ClusterConfig
 from torch_eaas.cli.decoding import DecodingOptions, decode
 from torch_eaas.cli.findings import Findings, Kill
@@ -51,6 +52,9 @@ class DemoOptions:
     decoding: DecodingOptions
     """How tokens are chosen."""
 
+    access: Access
+    """The token of the cluster, which its processes inherited."""
+
 
 def demonstrate(options: DemoOptions, cluster: Cluster) -> int:
     """Show it; return the exit code. The servers may still be starting."""
@@ -58,7 +62,7 @@ def demonstrate(options: DemoOptions, cluster: Cluster) -> int:
     with Checkpoint(cluster.config.checkpoint) as checkpoint:
         shape, text = read_shape(checkpoint), text_of(checkpoint)
         place = find_family(checkpoint.config).experts
-    config = client_config(shape, name="demo", combine=options.combine)
+    config = client_config(shape, name="demo", combine=options.combine, access=options.access)
     with Client(config, monitor=cluster.url) as client:
         remote, local = load_client(checkpoint.path, client), load_local(checkpoint.path)
         findings = Findings(settings=_settings(options, cluster.config), servers=cluster.ready())

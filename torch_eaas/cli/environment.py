@@ -6,6 +6,20 @@ from collections.abc import Mapping
 CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads of OpenMP that spin at their barriers starve the other processes of a shared core."""
 
+TOKEN = "TORCH_EAAS_TOKEN"
+"""The cluster's token; children inherit it."""
+
+
+def token_of(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the cluster's token, or nothing."""
+    return environment.get(TOKEN, "")
+
+
+def hand_on_token(token: str) -> None:
+    """Let the processes that this one starts inherit the token."""
+    if token:
+        os.environ[TOKEN] = token
+
 
 def child_environment() -> dict[str, str]:
     """Return what children of this process start with: one thread each, which does not spin."""

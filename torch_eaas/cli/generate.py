@@ -5,7 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import get_args
 
-from torch_eaas.cli import arguments
+from torch_eaas.cli import access, arguments
 from torch_eaas.cli.environment import set_threads, torchrun_rank
 from torch_eaas.cli.verb import Verb
 from torch_eaas.config import Combine
@@ -52,6 +52,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=arguments.count, default=1, help="threads of the client (%(default)s)"
     )
+    access.add_token(parser)
+    access.add_authority(parser)
 
 
 def add_sampling(parser: ArgumentParser) -> None:
@@ -93,6 +95,7 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             combine=args.combine,
             wait=args.wait,
             threads=args.threads,
+            access=access.access_of(args),
             decoding=DecodingOptions(
                 max_new_tokens=args.max_new_tokens,
                 temperature=args.temperature if args.sample else None,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from torch_eaas.access import Access
 from torch_eaas.cli.decoding import DecodingOptions, decode
 from torch_eaas.cli.phases import phase_of
 from torch_eaas.cli.printer import Printer
@@ -57,11 +58,14 @@ class GenerateOptions:
     threads: int
     """Threads of the client."""
 
+    access: Access
+    """What servers and monitor are shown."""
+
     decoding: DecodingOptions
     """How tokens are chosen."""
 
 
-def client_config(shape: MoeShape, *, name: str, combine: Combine) -> ClientConfig:
+def client_config(shape: MoeShape, *, name: str, combine: Combine, access: Access) -> ClientConfig:
     """Return the configuration of a client of a checkpoint's servers."""
     return ClientConfig(
         hidden_size=shape.hidden_size,
@@ -69,6 +73,7 @@ def client_config(shape: MoeShape, *, name: str, combine: Combine) -> ClientConf
         name=name,
         combine=combine,
         fingerprint=shape.fingerprint,
+        access=access,
     )
 
 
@@ -77,7 +82,7 @@ def generate(options: GenerateOptions) -> int:
     torch.set_num_threads(options.threads)
     with Checkpoint(options.checkpoint) as checkpoint:
         shape, text = read_shape(checkpoint), text_of(checkpoint)
-    config = client_config(shape, name=options.name, combine=options.combine)
+    config = client_config(shape, name=options.name, combine=options.combine, access=options.access)
     with Client(config, servers=options.servers, monitor=options.monitor) as client:
         model = load_client(options.checkpoint, client, dtype=TORCH_DTYPES[options.dtype])
         client.wait_ready(shape.moe_layers, shape.num_experts, options.wait)

@@ -4,7 +4,9 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from torch_eaas.cli import access
 from torch_eaas.cli.cluster_file import read_cluster_file
+from torch_eaas.cli.environment import hand_on_token
 from torch_eaas.cli.roles import roles_of
 from torch_eaas.cli.supervisor import Supervisor
 from torch_eaas.cli.verb import Verb
@@ -18,10 +20,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="check the file, print each process's name and command as JSON, and start none",
     )
+    access.add_token(parser)
 
 
 def run(args: Namespace, parser: ArgumentParser) -> int:
     """Run the cluster until it ends."""
+    # in the environment, not on command lines: those are for everybody to read
+    hand_on_token(access.access_of(args).token)
     roles = roles_of(read_cluster_file(args.file))
     if args.dry_run:
         for role in roles:

@@ -2,14 +2,18 @@
 
 from argparse import ArgumentParser, Namespace
 
-from torch_eaas.cli import arguments
+from torch_eaas.cli import access, arguments
 from torch_eaas.cli.verb import Verb
 from torch_eaas.config import HEARTBEAT, LEASE, MonitorConfig
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind (%(default)s)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to bind (%(default)s); one that other machines reach needs a token",
+    )
     parser.add_argument(
         "--port", type=arguments.port, default=0, help="port to bind; 0 takes a free one (default)"
     )
@@ -21,6 +25,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"how long a silent member counts as alive ({LEASE.total_seconds():g}); "
         f"heartbeats come ten times as often",
     )
+    access.add_token(parser)
+    access.add_certificate(parser)
 
 
 def run(args: Namespace, parser: ArgumentParser) -> int:
@@ -30,7 +36,13 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
 
     heartbeat = args.lease * (HEARTBEAT / LEASE)
     return serve(
-        MonitorConfig(host=args.host, port=args.port, lease=args.lease, heartbeat=heartbeat)
+        MonitorConfig(
+            host=args.host,
+            port=args.port,
+            lease=args.lease,
+            heartbeat=heartbeat,
+            access=access.access_of(args),
+        )
     )
 
 

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import get_args
 
-from torch_eaas.cli import arguments
+from torch_eaas.cli import access, arguments
 from torch_eaas.cli.environment import set_threads
 from torch_eaas.cli.verb import Verb
 from torch_eaas.config import Storage
@@ -54,6 +54,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=arguments.count, default=1, help="threads of the experts (%(default)s)"
     )
+    access.add_token(parser)
+    access.add_authority(parser)
 
 
 def run(args: Namespace, parser: ArgumentParser) -> int:
@@ -79,6 +81,7 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             address=args.address,
             max_rows=args.max_rows,
             threads=args.threads,
+            access=access.access_of(args),
         )
     )
 

@@ -14,6 +14,7 @@ from types import FrameType
 
 import torch
 
+from torch_eaas.access import Access
 from torch_eaas.config import ServerConfig, Storage
 from torch_eaas.errors import ConfigError
 from torch_eaas.experts import ExpertPool
@@ -62,6 +63,9 @@ class ServeOptions:
     threads: int
     """Threads of the experts."""
 
+    access: Access
+    """The token that clients must show, and what the monitor is shown."""
+
 
 def serve(options: ServeOptions) -> int:
     """Serve until a drain has ended; return the exit code."""
@@ -86,6 +90,7 @@ def serve(options: ServeOptions) -> int:
             address=options.address,
             max_rows=options.max_rows,
             fingerprint=fingerprint,
+            access=options.access,
         ),
         monitor=options.monitor,
         model=ModelInfo(

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
+from torch_eaas.access import DENIED
 from torch_eaas.comm.transport import Handler, Json, Link, Listener, Transport
 from torch_eaas.comm.window import Window, local_window
-from torch_eaas.errors import ConfigError, EaasError, HandshakeRefused, PeerGone
+from torch_eaas.errors import AccessDenied, ConfigError, EaasError, HandshakeRefused, PeerGone
 
 PREFIX = "loopback:"
 
@@ -44,13 +45,13 @@ class LoopbackTransport(Transport):
         return listener
 
     @override
-    def dial(self, address: str, timeout: float) -> Link:
+    def dial(self, address: str, timeout: float, token: str = "") -> Link:
         with self._changed:
             listener = self._listeners.get(address)
             if listener is None:
                 raise PeerGone(f"nobody listens at {address}")
             # under the lock, so that a listener which closes now ends this link too
-            return _LoopbackLink(self, listener, next(self._numbers))
+            return _LoopbackLink(self, listener, next(self._numbers), token)
 
     @override
     def ring(self) -> None:
@@ -107,11 +108,12 @@ class _LoopbackListener(Listener):
 
 class _LoopbackLink(Link):
     def __init__(
-        self, transport: LoopbackTransport, listener: _LoopbackListener, peer: int
+        self, transport: LoopbackTransport, listener: _LoopbackListener, peer: int, token: str
     ) -> None:
         self._transport = transport
         self._listener = listener
         self._peer = peer
+        self._token = token
         listener.peers.add(peer)
 
     @override
@@ -120,6 +122,8 @@ class _LoopbackLink(Link):
     ) -> tuple[Json, list[Window]]:
         if self.closed:
             raise PeerGone(f"the server at {self._listener.address} has closed")
+        if not self._listener.handler.admits(self._peer, self._token):
+            raise AccessDenied(f"{self._listener.address}: {DENIED}")
         try:
             answer, returned = self._listener.handler.handle(self._peer, verb, body, windows)
         except EaasError as error:

@@ -13,7 +13,6 @@ import platform
 import secrets
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +20,14 @@ from typing import Any
 
 from typing_extensions import override
 
+from torch_eaas.access import DENIED
 from torch_eaas.comm.frames import receive_frame, send_frame
 from torch_eaas.comm.polling import Poller
 from torch_eaas.comm.transport import Handler, Json, Link, Listener, Transport
+from torch_eaas.comm.unix_sockets import PREFIX, bind, is_own_user, socket_name
 from torch_eaas.comm.window import Window, adopt_window, create_window
 from torch_eaas.errors import (
+    AccessDenied,
     ConfigError,
     EaasError,
     HandshakeRefused,
@@ -34,7 +36,6 @@ from torch_eaas.errors import (
     TransportError,
 )
 
-PREFIX = "unix:"
 MAX_CONNECTIONS = 1024
 SEND_TIMEOUT_S = 5.0
 CLOSE_S = 1.0
@@ -68,8 +69,8 @@ class SharedMemoryTransport(Transport):
         return _SharedMemoryListener(address, handler)
 
     @override
-    def dial(self, address: str, timeout: float) -> Link:
-        return _SharedMemoryLink(address, timeout)
+    def dial(self, address: str, timeout: float, token: str = "") -> Link:
+        return _SharedMemoryLink(address, timeout, token)
 
     @override
     def ring(self) -> None:
@@ -87,16 +88,6 @@ class SharedMemoryTransport(Transport):
         return self._poller.wait(ready, timeout, waited, quiet)
 
 
-def socket_name(address: str) -> str:
-    """Return the kernel's name for ``unix:/path`` or ``unix:@name`` (abstract: no file)."""
-    name = address.removeprefix(PREFIX)
-    if not address.startswith(PREFIX) or len(name) < 2 or name[0] not in "@/":
-        raise ConfigError(f"a shared_memory address is unix:/path or unix:@name, got {address!r}")
-    if len(name.encode()) > 107:
-        raise ConfigError(f"a unix socket's name has at most 107 bytes: {address!r}")
-    return "\0" + name[1:] if name[0] == "@" else name
-
-
 class _SharedMemoryListener(Listener):
     def __init__(self, address: str, handler: Handler) -> None:
         self._address = address
@@ -105,7 +96,7 @@ class _SharedMemoryListener(Listener):
         self._lock = threading.Lock()
         self._connections: dict[int, socket.socket] = {}
         self._threads: dict[int, threading.Thread] = {}
-        self._socket = _bind(address)
+        self._socket = bind(address)
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="eaas-control", daemon=True)
         self._thread.start()
@@ -148,7 +139,7 @@ class _SharedMemoryListener(Listener):
                     logger.warning("control endpoint %s: accept failed: %s", self._address, error)
                     time.sleep(0.1)
                 continue
-            if not _is_own_user(connection) or len(self._connections) >= MAX_CONNECTIONS:
+            if not is_own_user(connection) or len(self._connections) >= MAX_CONNECTIONS:
                 connection.close()
                 continue
             peer += 1
@@ -184,6 +175,11 @@ class _SharedMemoryListener(Listener):
         returned: Sequence[Window] = ()
         try:
             try:
+                # before anything of the call is looked at: no window is mapped for a stranger
+                if not self._handler.admits(peer, body.pop("token", None)):
+                    _close_all(fds)
+                    send_frame(connection, {"error": DENIED, "denied": True})
+                    return
                 verb = str(body.pop("verb", ""))
                 sizes = body.pop("windows", [])
                 windows = _adopt(fds, sizes)
@@ -205,8 +201,9 @@ class _SharedMemoryListener(Listener):
 
 
 class _SharedMemoryLink(Link):
-    def __init__(self, address: str, timeout: float) -> None:
+    def __init__(self, address: str, timeout: float, token: str) -> None:
         self._address = address
+        self._token = {"token": token} if token else {}
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._ended = False
@@ -219,6 +216,10 @@ class _SharedMemoryLink(Link):
             if isinstance(error, ConfigError):
                 raise
             raise PeerGone(f"nobody answers at {address}: {error}") from error
+        if not is_own_user(self._socket):
+            # anybody may take an abstract name that is free, and would be told the token
+            self._socket.close()
+            raise AccessDenied(f"{address} belongs to another user; only one's own is asked")
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
 
@@ -226,7 +227,8 @@ class _SharedMemoryLink(Link):
     def call(
         self, verb: str, body: Json, windows: Sequence[Window] = (), *, timeout: float
     ) -> tuple[Json, list[Window]]:
-        frame = {**body, "verb": verb, "windows": [window.nbytes for window in windows]}
+        sizes = [window.nbytes for window in windows]
+        frame = {**body, **self._token, "verb": verb, "windows": sizes}
         with self._lock:
             if self._ended:
                 raise PeerGone(f"the control connection to {self._address} is closed")
@@ -242,7 +244,8 @@ class _SharedMemoryLink(Link):
         if "error" in answer:
             for window in adopted:
                 window.close()
-            raise HandshakeRefused(f"{self._address}: {answer['error']}")
+            refusal = AccessDenied if answer.get("denied") else HandshakeRefused
+            raise refusal(f"{self._address}: {answer['error']}")
         return answer, adopted
 
     @property
@@ -282,29 +285,11 @@ def _adopt(fds: list[int], sizes: Any) -> list[Window]:
     except BaseException:
         for window in windows:
             window.close()
-        for fd in fds:
-            os.close(fd)
+        _close_all(fds)
         raise
     return windows
 
 
-def _bind(address: str) -> socket.socket:
-    name = socket_name(address)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind(name)
-        sock.listen(128)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen at {address}: {error}; "
-            f"if no server runs there, remove the file or choose another address"
-        ) from error
-    return sock
-
-
-def _is_own_user(connection: socket.socket) -> bool:
-    """Return whether the peer runs as this user, or as root: nobody else gets a window."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", data)
-    return uid in (os.geteuid(), 0)
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -18,6 +18,10 @@ Reply = tuple[Json, Sequence[Window]]
 class Handler(Protocol):
     """What answers control calls on the server's side."""
 
+    def admits(self, peer: int, token: object) -> bool:
+        """Return whether a call that came with ``token`` may go on; asked before ``handle``."""
+        ...
+
     def handle(self, peer: int, verb: str, body: Json, windows: Sequence[Window]) -> Reply:
         """Answer one call of the control connection ``peer``; an EaasError becomes its text."""
         ...
@@ -36,6 +40,7 @@ class Link(Protocol):
         """Call the server and return its answer.
 
         Raises:
+            AccessDenied: The server asks for another token.
             HandshakeRefused: The server answered with an error.
             PeerTimeout: It did not answer within ``timeout`` seconds.
             PeerGone: The connection has ended.
@@ -76,8 +81,11 @@ class Transport(Protocol):
         """Answer control calls at ``address`` (empty: one of the transport's choice)."""
         ...
 
-    def dial(self, address: str, timeout: float) -> Link:
-        """Open a control connection; PeerGone if nobody listens there."""
+    def dial(self, address: str, timeout: float, token: str = "") -> Link:
+        """Open a control connection; PeerGone if nobody listens there.
+
+        ``token`` goes with each call; see ``Access``.
+        """
         ...
 
     def ring(self) -> None:

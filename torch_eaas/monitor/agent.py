@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
+from torch_eaas.access import OPEN, Access
 from torch_eaas.config import LEASE
-from torch_eaas.errors import RequestRefused, TransportError
+from torch_eaas.errors import AccessDenied, RequestRefused, TransportError
 from torch_eaas.monitor.announcement import (
     Announcement,
     Known,
@@ -58,9 +59,10 @@ class MonitorAgent:
         on_placement: Takes each placement that is newer than all before; quick too. Called in the
             agent's thread or in one that calls ``refresh`` or ``offer``, one call at a time.
         timeout: Bounds each phase of a call to the monitor.
+        access: The token to show, and what verifies the monitor's certificate.
 
     Raises:
-        ConfigError: The URL is none.
+        ConfigError: The URL is none, or its certificate could not be verified.
     """
 
     def __init__(
@@ -70,11 +72,12 @@ class MonitorAgent:
         on_placement: Callable[[Placement], None],
         *,
         timeout: timedelta = timedelta(seconds=1),
+        access: Access = OPEN,
     ) -> None:
         self.url = url
         self._announce = announce
         self._on_placement = on_placement
-        self._link = MonitorLink(url, timeout)
+        self._link = MonitorLink(url, timeout, access)
         self._known = Known()
         # held while on_placement runs, so that placements arrive in order
         self._delivery = threading.RLock()
@@ -160,7 +163,7 @@ class MonitorAgent:
         """Report once, fetch what is newer, and return the seconds until the next turn."""
         try:
             delay = self._report(self._announce())
-        except RequestRefused as error:
+        except (RequestRefused, AccessDenied) as error:
             self._say(str(error), logging.ERROR, "the monitor refuses this member: %s", error)
             # a member whose heartbeat was refused is alive all the same
             delay = self._back_off() if self._session is None else self._session.heartbeat

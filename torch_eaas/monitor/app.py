@@ -18,8 +18,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from torch_eaas.access import Gate
 from torch_eaas.config import MonitorConfig
 from torch_eaas.errors import PeerTimeout, TransportError
+from torch_eaas.monitor.guard import TokenGuard
 from torch_eaas.monitor.members import Members
 from torch_eaas.monitor.routes import member_routes, stream_routes, view_routes
 from torch_eaas.monitor.schemas import MAX_BODY_BYTES
@@ -43,6 +45,7 @@ def create_app(
         keepalive: Seconds after which a silent event stream sends a comment.
     """
     service = Service(members, clock, keepalive)
+    gate = Gate(members.config.access, "the monitor", clock)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -62,7 +65,9 @@ def create_app(
     )
     app.state.service = service
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
-    for router in (member_routes(service), view_routes(service), stream_routes(service)):
+    # added last, so it stands before all else
+    app.add_middleware(TokenGuard, gate=gate)
+    for router in (member_routes(service), view_routes(service), stream_routes(service, gate)):
         app.include_router(router)
     return app
 
@@ -77,8 +82,8 @@ def run(config: MonitorConfig) -> int:
         ConfigError: The address cannot be bound.
         TransportError: The application did not start.
     """
-    sock = open_socket(config.host, config.port)
-    line = json.dumps({"ready": "monitor", "url": url_of(sock), "pid": os.getpid()})
+    sock = open_socket(config)
+    line = json.dumps({"ready": "monitor", "url": url_of(sock, config), "pid": os.getpid()})
     server = _new_server(config, lambda: print(line, flush=True))
     asyncio.run(server.serve([sock]))
     return 0
@@ -96,8 +101,8 @@ class MonitorHandle:
     """
 
     def __init__(self, config: MonitorConfig) -> None:
-        self._sock = open_socket(config.host, config.port)
-        self.url = url_of(self._sock)
+        self._sock = open_socket(config)
+        self.url = url_of(self._sock, config)
         self._settled = threading.Event()
         self._error: Exception | None = None
         self._server = _new_server(config, self._settled.set)
@@ -144,7 +149,7 @@ def _new_server(config: MonitorConfig, on_started: Callable[[], None]) -> Monito
     # a random instance id above zero, which stands for no monitor
     members = Members(config, secrets.randbelow((1 << 64) - 1) + 1, time.monotonic())
     app = create_app(members)
-    return MonitorServer(app, on_started, app.state.service.bell.stop)
+    return MonitorServer(config, app, on_started, app.state.service.bell.stop)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

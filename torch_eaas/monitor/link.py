@@ -8,14 +8,17 @@ from typing import Any, Self
 
 import httpx
 
+from torch_eaas.access import OPEN, Access
 from torch_eaas.config import HEARTBEAT, LEASE
 from torch_eaas.errors import (
+    AccessDenied,
     ConfigError,
     PeerGone,
     PeerTimeout,
     RequestRefused,
     TransportError,
 )
+from torch_eaas.monitor.tls import verifier
 from torch_eaas.placement import Placement
 
 
@@ -42,12 +45,13 @@ class MonitorLink:
     Args:
         url: Such as ``http://127.0.0.1:8500``.
         timeout: Bounds each phase of a call: connecting, sending, waiting for the answer.
+        access: The token to show, and what verifies the monitor's certificate.
 
     Raises:
-        ConfigError: The URL is none.
+        ConfigError: The URL is none, or its certificate could not be verified.
     """
 
-    def __init__(self, url: str, timeout: timedelta) -> None:
+    def __init__(self, url: str, timeout: timedelta, access: Access = OPEN) -> None:
         self.url = url.rstrip("/")
         try:
             parsed = httpx.URL(self.url)
@@ -55,12 +59,13 @@ class MonitorLink:
             raise ConfigError(f"a monitor's URL is http://HOST:PORT, got {url!r}") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"a monitor's URL is http://HOST:PORT, got {url!r}")
-        # proxies are for the outside world; plain HTTP needs no certificates, which load slowly
+        # proxies and .netrc are for the outside world
         self._http = httpx.Client(
             base_url=self.url,
             timeout=timeout.total_seconds(),
             trust_env=False,
-            verify=parsed.scheme == "https",
+            verify=verifier(parsed, access),
+            headers={"Authorization": f"Bearer {access.token}"} if access.token else None,
         )
 
     def report(self, path: str, body: dict[str, Any]) -> Reply:
@@ -96,6 +101,7 @@ class MonitorLink:
         Raises:
             PeerTimeout: No answer came in time.
             PeerGone: The monitor cannot be reached.
+            AccessDenied: It asks for another token.
             RequestRefused: It answered with an error; the text is its own.
             TransportError: What answers is no monitor, or one that fails.
         """
@@ -108,11 +114,14 @@ class MonitorLink:
             raise PeerTimeout(f"{what}: no answer in time ({type(error).__name__})") from error
         except (httpx.HTTPError, RuntimeError) as error:
             # httpx raises RuntimeError for a call on a client that was closed meanwhile
-            raise PeerGone(f"{what}: {error}") from error
+            hint = "; --tls-authority names what verifies it" if "CERTIF" in str(error) else ""
+            raise PeerGone(f"{what}: {error}{hint}") from error
         except ValueError as error:
             raise TransportError(f"{what}: status {answer.status_code}, no JSON") from error
         if not isinstance(data, dict) or answer.status_code >= 500:
             raise TransportError(f"{what}: status {answer.status_code}, not a monitor's answer")
+        if answer.status_code == 401:
+            raise AccessDenied(f"{what}: {data.get('error', 401)}")
         if answer.status_code >= 400:
             raise RequestRefused(f"{what}: {data.get('error', answer.status_code)}")
         return data
@@ -130,18 +139,22 @@ class MonitorLink:
         self.close()
 
 
-def fetch_placement(url: str, timeout: timedelta = timedelta(seconds=5)) -> Placement:
+def fetch_placement(
+    url: str, timeout: timedelta = timedelta(seconds=5), access: Access = OPEN
+) -> Placement:
     """Return a monitor's placement; its term is 0 while the monitor has decided nothing.
 
     Args:
         url: The monitor's URL.
         timeout: Bounds each phase of the call.
+        access: The token to show, and what verifies the monitor's certificate.
 
     Raises:
         ConfigError: The URL is none.
         PeerTimeout: The monitor did not answer in time.
         PeerGone: It cannot be reached.
+        AccessDenied: It asks for another token.
         TransportError: What answers is no monitor.
     """
-    with MonitorLink(url, timeout) as link:
+    with MonitorLink(url, timeout, access) as link:
         return link.placement()[0]

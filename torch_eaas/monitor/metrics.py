@@ -14,14 +14,16 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from torch_eaas.access import Gate
 from torch_eaas.monitor.members import Members
 
 
 class MembersCollector(Collector):
     """Reads the state of the members when it is asked for."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, gate: Gate) -> None:
         self._members = members
+        self._gate = gate
 
     @override
     def collect(self) -> Iterable[Metric]:
@@ -42,6 +44,9 @@ class MembersCollector(Collector):
             up,
             CounterMetricFamily(
                 "torch_eaas_leases_expired", "Members that fell silent.", members.leases_expired
+            ),
+            CounterMetricFamily(
+                "torch_eaas_access_denied", "Requests without the token.", self._gate.denied
             ),
             GaugeMetricFamily("torch_eaas_placement_term", "The monitor's term.", term),
             GaugeMetricFamily("torch_eaas_placement_version", "Version of the placement.", version),
@@ -65,8 +70,8 @@ class MembersCollector(Collector):
         return families.values()
 
 
-def new_registry(members: Members) -> CollectorRegistry:
+def new_registry(members: Members, gate: Gate) -> CollectorRegistry:
     """Return a registry that holds these members' metrics and nothing else."""
     registry = CollectorRegistry()
-    registry.register(MembersCollector(members))
+    registry.register(MembersCollector(members, gate))
     return registry

@@ -8,6 +8,7 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from torch_eaas.access import Gate
 from torch_eaas.errors import ConfigError
 from torch_eaas.monitor.announcement import Status, instance_text
 from torch_eaas.monitor.metrics import new_registry
@@ -86,10 +87,10 @@ def view_routes(service: Service) -> APIRouter:
     return router
 
 
-def stream_routes(service: Service) -> APIRouter:
+def stream_routes(service: Service, gate: Gate) -> APIRouter:
     """Return the routes that other machinery reads: metrics and the event stream."""
     router = APIRouter()
-    registry = new_registry(service.members)
+    registry = new_registry(service.members, gate)
 
     @router.get("/metrics")
     async def view_metrics() -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import signal
 import socket
 from collections.abc import Callable, Generator
@@ -14,19 +15,26 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
+from torch_eaas.config import MonitorConfig
 from torch_eaas.errors import ConfigError, TransportError
+from torch_eaas.monitor.tls import check_certificate
+
+logger = logging.getLogger(__name__)
 
 
-def open_socket(host: str, port: int) -> socket.socket:
+def open_socket(config: MonitorConfig) -> socket.socket:
     """Bind and return a socket, which the server keeps, so that nobody else can take the port.
 
     Raises:
-        ConfigError: The address cannot be bound.
+        ConfigError: The address cannot be bound, or not without a token, or the certificate is bad.
     """
+    check_certificate(config.access)
+    host, port = config.host, config.port
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
+        _check_reach(config, str(address[0]))
         # asyncio sets TCP_NODELAY only where the socket says that it is TCP; without it each
         # answer waits 40 ms for a delayed acknowledgement
         sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -42,26 +50,51 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(f"the monitor cannot listen on {host}:{port}: {error}") from error
 
 
-def url_of(sock: socket.socket) -> str:
+def _check_reach(config: MonitorConfig, address: str) -> None:
+    """Raise ConfigError if other machines could ask without a token."""
+    if ipaddress.ip_address(address).is_loopback:
+        return
+    if not config.access.token:
+        raise ConfigError(
+            f"the monitor would listen on {config.host} (--host), which other machines reach, "
+            f"without a token: give one by --token-file or TORCH_EAAS_TOKEN, in Python by "
+            f"access=Access(token=...), or bind 127.0.0.1"
+        )
+    if config.access.tls_certificate is None:
+        logger.warning(
+            "the monitor listens on %s without TLS: who can read this network can read the token; "
+            "give --tls-certificate and --tls-key",
+            config.host,
+        )
+
+
+def url_of(sock: socket.socket, config: MonitorConfig) -> str:
     """Return the URL under which this machine reaches a socket."""
+    scheme = "http" if config.access.tls_certificate is None else "https"
     host, port = sock.getsockname()[:2]
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
         address = ipaddress.ip_address("::1" if address.version == 6 else "127.0.0.1")
-    return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
+    name = f"[{address}]" if address.version == 6 else str(address)
+    return f"{scheme}://{name}:{port}"
 
 
 class MonitorServer(uvicorn.Server):
     """A uvicorn server that ends with its event streams, and whose signals end in a return.
 
     Args:
+        config: Names the certificate, if there is one.
         app: The application.
         on_started: Called once requests are answered and signals handled.
         on_stopping: Called in the event loop when the server begins to stop.
     """
 
     def __init__(
-        self, app: ASGIApp, on_started: Callable[[], None], on_stopping: Callable[[], None]
+        self,
+        config: MonitorConfig,
+        app: ASGIApp,
+        on_started: Callable[[], None],
+        on_stopping: Callable[[], None],
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -73,6 +106,8 @@ class MonitorServer(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=1,
+                ssl_certfile=config.access.tls_certificate,
+                ssl_keyfile=config.access.tls_key,
             )
         )
         self._on_started = on_started

@@ -145,6 +145,12 @@ class PairSpec:
                 f"a pair has at most {MAX_SLOTS} slots of {MAX_TOKENS} tokens, "
                 f"got {self.slots} of {self.max_tokens}"
             )
+        for name in ("hidden_size", "top_k"):
+            # a product of endless numbers would be too long for the next message
+            if getattr(self, name) > MAX_WINDOW_BYTES:
+                raise ConfigError(
+                    f"{name} must be at most {MAX_WINDOW_BYTES}, got {getattr(self, name)}"
+                )
         largest = max(self.request_bytes, self.reply_bytes)
         if largest > MAX_WINDOW_BYTES:
             raise ConfigError(

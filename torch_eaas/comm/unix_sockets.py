@@ -1,0 +1,46 @@
+"""Unix sockets: their addresses, and which users one talks to."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+from torch_eaas.errors import ConfigError
+
+PREFIX = "unix:"
+
+
+def socket_name(address: str) -> str:
+    """Return the kernel's name for ``unix:/path`` or ``unix:@name`` (abstract: no file)."""
+    name = address.removeprefix(PREFIX)
+    # a peer may have named it: zeros and lone surrogates would be errors of the socket module
+    is_name = address.startswith(PREFIX) and len(name) > 1 and name[0] in "@/"
+    if not is_name or not name.isprintable():
+        raise ConfigError(f"a shared_memory address is unix:/path or unix:@name, got {address!r}")
+    if len(name.encode()) > 107:
+        raise ConfigError(f"a unix socket's name has at most 107 bytes: {address!r}")
+    return "\0" + name[1:] if name[0] == "@" else name
+
+
+def bind(address: str) -> socket.socket:
+    """Return a socket that listens at an address; ConfigError if that cannot be."""
+    name = socket_name(address)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(name)
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen at {address}: {error}; "
+            f"if no server runs there, remove the file or choose another address"
+        ) from error
+    return sock
+
+
+def is_own_user(connection: socket.socket) -> bool:
+    """Return whether the peer runs as this user, or as root: nobody else gets a window."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", data)
+    return uid in (os.geteuid(), 0)
