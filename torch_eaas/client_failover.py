@@ -166,8 +166,10 @@ class Failover:
     def _suspect_waiting(self, share: Share, now: float) -> None:
         for request in share.waiting():
             if isinstance(request, Sent) and request.conn is not None:
-                took = now - request.sent_at
-                request.conn.pair.latencies.add(len(request.piece.rows_n), took)
+                pair = request.conn.pair
+                if not pair.suspect:
+                    # its answer will not be looked at, but it took at least this long
+                    pair.latencies.add(len(request.piece.rows_n), now - request.sent_at)
                 self._connections.suspect(request.conn)
 
     # -- running out of time -------------------------------------------------------------------
