@@ -27,6 +27,15 @@ class Options:
     quick: bool = False
     """Show only that it runs: few repetitions, small sizes."""
 
+    forwards: int = 10_000
+    """Forwards under faults, where that is what is measured."""
+
+    kills: int = 1000
+    """Clients to kill, likewise."""
+
+    schedule: Path | None = None
+    """Which process fails when; None: a random schedule."""
+
     def count(self, usual: int) -> int:
         """Return how often to repeat what is usually repeated ``usual`` times."""
         return max(2, usual // 50) if self.quick else usual
@@ -69,16 +78,33 @@ def main(argv: Sequence[str], cases: Sequence[Case]) -> int:
     parser.add_argument("--rounds", type=int, default=9, help="rounds (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="show only that it runs")
     parser.add_argument("--skip-tests", action="store_true", help="measure without testing first")
+    parser.add_argument(
+        "--forwards", type=int, default=10_000, help="failover: forwards under faults (%(default)s)"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=1000, help="failover: clients to kill (%(default)s)"
+    )
+    parser.add_argument(
+        "--schedule", type=Path, metavar="FILE", help="failover: who fails when, as JSON (random)"
+    )
     given = parser.parse_args(argv)
-    if given.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {given.rounds}")
+    for option in ("rounds", "forwards", "kills"):
+        if getattr(given, option) < 1:
+            parser.error(f"--{option} must be at least 1, got {getattr(given, option)}")
     case = by_name[given.name]
     if not given.skip_tests:
         failure = run_tests(case.tests)
         if failure:
             print(failure)
             return 1
-    report = case.run(Options(rounds=1 if given.quick else given.rounds, quick=given.quick))
+    options = Options(
+        rounds=1 if given.quick else given.rounds,
+        quick=given.quick,
+        forwards=given.forwards,
+        kills=given.kills,
+        schedule=given.schedule,
+    )
+    report = case.run(options)
     print(report.text())
     if given.json is not None:
         report.write(given.json)
