@@ -105,14 +105,13 @@ def _nurse(pipe: Pipe, common: Any) -> None:
     torch.set_num_threads(1)
     # that a peer is late or gone is what was planned
     logging.disable(logging.WARNING)
-    # the kernel takes the dead away by itself
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     nurse = os.getpid()
     while True:
         try:
             function, args, nice = pipe.recv()
         except (EOFError, OSError):
             return
+        _bury()
         pid = os.fork()
         if pid == 0:
             pipe.close()
@@ -120,11 +119,17 @@ def _nurse(pipe: Pipe, common: Any) -> None:
         pipe.send(pid)
 
 
+def _bury() -> None:
+    """Let go of the dead: not earlier, so that each had a pid until its pidfd was open."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def _live(nurse: int, nice: int, work: Callable[[], None]) -> None:
     """Work in a forked child, and end without what the parent would do at its end."""
     code = 1
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with(nurse)
         if nice:
             os.setpriority(os.PRIO_PROCESS, 0, nice)

@@ -25,16 +25,16 @@ EACH_STEP = pytest.mark.parametrize("step", Step, ids=lambda step: step.name.low
 
 
 def planned(step: Step, kind: FaultKind, **fault: Any) -> Fault:
-    delay = {"suspend": 200 * MS, "delay": 5 * MS}.get(kind, MS)
+    delay = {"suspend": 400 * MS, "delay": 5 * MS}.get(kind, MS)
     return Fault(**{"server": 0, "request": 2, "step": step, "kind": kind, "delay": delay, **fault})
 
 
 def client_of(cluster: LocalCluster, kind: FaultKind, **options: Any) -> Client:
     """Return a client that hedges where nothing else can notice the fault, and not by chance."""
-    hedge_after = 30 * MS if kind in SILENT else NEVER
+    hedge_after = 80 * MS if kind in SILENT else NEVER
     # a quiet server's window is replaced after this time
     return cluster.client(
-        top_k=K, hedge_after=hedge_after, request_timeout=500 * MS, max_micro_batches=1, **options
+        top_k=K, hedge_after=hedge_after, request_timeout=1000 * MS, max_micro_batches=1, **options
     )
 
 
@@ -68,11 +68,8 @@ def happened(client: Client) -> dict[str, int]:
 
 def expected(step: Step, kind: FaultKind) -> dict[str, int]:
     """Return what the client has to count where the other server answers instead."""
-    answered = step is Step.WORD_WRITTEN
-    if kind in ("delay", "duplicate") or answered:
+    if kind in ("delay", "duplicate") or step is Step.WORD_WRITTEN:
         return {}
-    if kind in SILENT:
-        return {"hedges": 1}
     if kind == "crash":
         return {"resends": 1}
     written = step in (Step.PAYLOAD_WRITTEN, Step.HEADER_WRITTEN)
@@ -98,9 +95,10 @@ def test_where_another_holds_the_experts_a_fault_costs_no_answer_and_no_slot(
         if kind == "bad" and step is Step.WORD_WRITTEN:
             # the answer was right when its word came: whether it was read by then is chance
             assert set(counted) <= {"stale", "resends"}
-        elif kind == "suspend" and step is Step.WORD_WRITTEN:
-            # the next request finds the server asleep
+        elif kind in SILENT:
+            # a busy machine makes the client hedge more than once
             assert set(counted) <= {"hedges"}
+            assert counted or step is Step.WORD_WRITTEN
         else:
             assert counted == expected(step, kind)
         plan.end()
@@ -126,7 +124,7 @@ def test_a_sole_holders_fault_gives_the_right_answer_or_a_typed_error_in_time(
         except (ExpertUnavailable, PeerTimeout) as error:
             told = str(error)
         assert not told or ("layer 3" in told and kind in ("crash", "drop", "bad"))
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 3
         assert len(plan.fired) == 1
         plan.end()
         if kind != "crash":
@@ -181,3 +179,9 @@ def test_nobody_opens_a_pair_to_a_suspended_server() -> None:
 def test_a_fault_that_cannot_happen_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Fault(**{"server": 0, "request": 1, "step": Step.COMPUTED, "kind": "drop", **change})
+
+
+def test_two_faults_in_one_place_are_refused() -> None:
+    faults = [planned(Step.COMPUTED, kind) for kind in ("drop", "crash")]
+    with pytest.raises(ConfigError, match="one fault for each server, request and step, got 2"):
+        FaultPlan(faults)

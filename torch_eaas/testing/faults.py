@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torch_eaas.config import check_at_least, check_choice, check_positive
+from torch_eaas.errors import ConfigError
 from torch_eaas.protocol.layout import REPLY_FIELDS, Status, field_offsets
 from torch_eaas.server import ExpertServer
 from torch_eaas.server_pairs import Frame, ServerPair
@@ -72,10 +73,13 @@ class Fault:
 
 
 class FaultPlan:
-    """Makes servers of this process fail as planned, and counts what has happened.
+    """Makes servers of this process fail as planned, and says what has happened.
 
     Args:
         faults: What is to happen, in any order; at most one for each server, request and step.
+
+    Raises:
+        ConfigError: Two faults have the same place.
 
     Example::
 
@@ -92,6 +96,11 @@ class FaultPlan:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._planned = {(fault.server, fault.request, fault.step): fault for fault in faults}
+        if len(self._planned) < len(faults):
+            raise ConfigError(
+                f"a plan has one fault for each server, request and step, got {len(faults)} faults "
+                f"for {len(self._planned)} places; let one of them come a step later"
+            )
         self._taken: Counter[int] = Counter()
         self._suspended: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
