@@ -11,6 +11,7 @@ import torch
 
 from tests.served import LAYERS, WEIGHTS, K, batch, call, oracle
 from torch_eaas.client import Client
+from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.errors import ConfigError, ExpertUnavailable, PeerTimeout
 from torch_eaas.testing import Fault, FaultKind, FaultPlan, LocalCluster, Step
 
@@ -130,6 +131,38 @@ def test_a_sole_holders_fault_gives_the_right_answer_or_a_typed_error_in_time(
         if kind != "crash":
             for seed in range(2, 8):
                 assert_right(client, seed)
+
+
+@EACH_STEP
+def test_a_crash_over_shared_memory_costs_no_answer(step: Step) -> None:
+    plan = FaultPlan([planned(step, "crash")])
+    transport = SharedMemoryTransport()
+    with LocalCluster(WEIGHTS, servers=2, copies=2, transport=transport, plan=plan) as cluster:
+        client = client_of(cluster, "crash")
+        for seed in range(8):
+            assert_right(client, seed)
+        assert len(plan.fired) == 1
+        assert_no_slot_lost(client, {"server-1"})
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a window is replaced only while its server is suspect, and any answer ends suspicion: "
+    "one unanswered request keeps its slot until every slot of the window is given up",
+)
+def test_a_slot_whose_answer_never_comes_returns_while_other_requests_are_answered() -> None:
+    plan = FaultPlan([planned(Step.COMPUTED, "drop")])
+    with LocalCluster(WEIGHTS, servers=1, plan=plan) as cluster:
+        client = cluster.client(top_k=K, request_timeout=300 * MS)
+        assert_right(client, 0)
+        with pytest.raises(PeerTimeout, match="no answer from server-0"):
+            assert_right(client, 1)
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            assert_right(client, 2)
+            time.sleep(0.02)
+        [conn] = client._connections.live.values()
+        assert conn.slots.num_given_up == 0
 
 
 def test_faults_happen_where_and_when_they_were_planned() -> None:
