@@ -9,9 +9,10 @@ then the monitor. Negative: this process faults in this phase; else it lives on:
      [ 0,  0,  0,  0,   0, -1,  0],     client 1
      [ 0,  0,  0,  0,   0, 0,  -1]]     the monitor
 
--1 is SIGKILL, and a new process at once, at nice 19. -2 is SIGSTOP, and SIGCONT after a while. A
-phase begins when all processes are well. Expert e is held by servers e and e + 1, round the ring,
-so two neighbours must not fault in one phase.
+-1 is SIGKILL, and a new process at once, at nice 19. -2, for servers only, is SIGSTOP, and SIGCONT
+after a while: a stopped client would only measure itself. A phase begins when all processes are
+well. Expert e is held by servers e and e + 1, round the ring, so two neighbours must not fault in
+one phase.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ def check_schedule(phases: Any, num_servers: int, num_clients: int) -> list[list
                 f"phase {number}: wanted {length} whole numbers of at least {STOP} "
                 f"({num_servers} servers, {num_clients} clients, the monitor), got {phase!r:.80}"
             )
+        if STOP in phase[num_servers:]:
+            raise ConfigError(
+                f"phase {number}: only servers are stopped ({STOP}); kill clients and the monitor "
+                f"({KILL}), got {phase}"
+            )
         down = {server for server in range(num_servers) if phase[server] < 0}
         for server in down:
             if num_servers > 1 and (server + 1) % num_servers in down:
@@ -84,12 +90,19 @@ def check_schedule(phases: Any, num_servers: int, num_clients: int) -> list[list
 def for_clients(
     phases: Sequence[Sequence[int]], num_servers: int, num_clients: int
 ) -> list[list[int]]:
-    """Return a schedule for fewer clients; a sole client is never killed."""
+    """Return a schedule for fewer clients; a sole client is never killed.
+
+    Raises:
+        ConfigError: Nothing is left of it.
+    """
     kept = num_clients if num_clients > 1 else 0
     fitted = [
         [*phase[: num_servers + kept], *[0] * (num_clients - kept), phase[-1]] for phase in phases
     ]
-    return [phase for phase in fitted if min(phase) < 0]
+    left = [phase for phase in fitted if min(phase) < 0]
+    if not left:
+        raise ConfigError("a schedule needs a phase in which a server or the monitor faults")
+    return left
 
 
 def load_schedule(path: Path, num_servers: int, num_clients: int) -> list[list[int]]:

@@ -47,6 +47,8 @@ def test_neighbours_on_the_ring_are_the_holders_of_one_expert() -> None:
         ([[0, 0, 0, 0, 0, 0, True]], "phase 0: wanted 7 whole numbers"),
         ([[0, -1, -2, 0, 0, 0, 0]], "phase 0: servers 1 and 2 hold the same experts"),
         ([[-1, 0, 0, -1, 0, 0, 0]], "phase 0: servers 3 and 0 hold the same experts"),
+        ([[0, 0, 0, 0, -2, 0, 0]], r"phase 0: only servers are stopped \(-2\)"),
+        ([[0, 0, 0, 0, 0, 0, -2]], "kill clients and the monitor"),
     ],
     ids=str,
 )
@@ -72,3 +74,5 @@ def test_a_sole_client_lives() -> None:
     phases = [[-1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, -1, 0, 0], [0, -1, 0, 0, -1, 0, 0]]
     assert for_clients(phases, 4, 1) == [[-1, 0, 0, 0, 0, 0], [0, -1, 0, 0, 0, 0]]
     assert for_clients(phases, 4, 2) == phases
+    with pytest.raises(ConfigError, match="a phase in which a server or the monitor faults"):
+        for_clients([[0, 0, 0, 0, -1, 0, 0], [0] * 7], 4, 1)
