@@ -40,14 +40,7 @@ class Chaos:
 
 
 def measure(report: Report, nursery: Nursery, marks: Marks, chaos: Chaos) -> None:
-    """Add a row of a kind of servers and a number of clients.
-
-    Args:
-        report: Gets the row.
-        nursery: Forks the processes.
-        marks: What they share.
-        chaos: What is to happen.
-    """
+    """Add a row of a kind of servers and a number of clients."""
     clients = chaos.num_clients
     phases = itertools.cycle(for_clients(chaos.phases, NUM_SERVERS, clients))
     played: list[Phase] = []

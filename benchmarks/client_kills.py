@@ -40,7 +40,6 @@ DeathStep = Literal[
 """How far a client comes before it kills itself."""
 
 STEPS: tuple[DeathStep, ...] = get_args(DeathStep)
-SERVER = ServerInfo(name="server-0", instance=1, address="", holdings={})
 CALL_S = 5.0
 SAMPLES = 20
 WARM_SHARE = 0.2
@@ -123,16 +122,7 @@ def look(server: Offspring) -> Kept:
 
 def die(marks: Marks, kind: Kind, address: str, instance: int, step: DeathStep) -> None:
     """Be a client up to a step, then end by SIGKILL."""
-    sizes = kind.sizes
-    spec = PairSpec(
-        hidden_size=sizes.hidden,
-        top_k=sizes.top_k,
-        slots=4,
-        max_tokens=128,
-        wire_dtype="fp32",
-        reply_dtype="fp32",
-        combine="partial",
-    )
+    spec = _spec(kind)
     hello: Json = {
         "client": f"victim-{instance}",
         "instance": f"{instance:016x}",
@@ -165,6 +155,18 @@ def die(marks: Marks, kind: Kind, address: str, instance: int, step: DeathStep) 
             time.sleep(1e-4)
         assert conn.reply_words[slot] == word, "no answer came"
     _die(marks)
+
+
+def _spec(kind: Kind) -> PairSpec:
+    return PairSpec(
+        hidden_size=kind.sizes.hidden,
+        top_k=kind.sizes.top_k,
+        slots=4,
+        max_tokens=128,
+        wire_dtype="fp32",
+        reply_dtype="fp32",
+        combine="partial",
+    )
 
 
 def _send(conn: Connection, kind: Kind, slot: int) -> int:

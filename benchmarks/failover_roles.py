@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch
@@ -179,9 +178,7 @@ def _forward(marks: Marks, role: ClientRole, client: Client, batch: tuple[Tensor
 def _batches(kind: Kind) -> list[tuple[Tensor, ...]]:
     """Return tokens, ids, weights and the local answer of some forwards."""
     sizes = kind.sizes
-    held: dict[Any, Any] = random_experts(
-        sizes.hidden, sizes.intermediate, [LAYER], sizes.num_experts, SEED
-    )
+    held = random_experts(sizes.hidden, sizes.intermediate, [LAYER], sizes.num_experts, SEED)
     batches: list[tuple[Tensor, ...]] = []
     for seed in range(NUM_BATCHES):
         generator = torch.Generator().manual_seed(seed)
@@ -189,13 +186,10 @@ def _batches(kind: Kind) -> list[tuple[Tensor, ...]]:
         ids_TK, weights_TK = routing(sizes, kind.num_tokens, seed)
         sum_TD = torch.zeros(x_TD.shape, dtype=torch.float64)
         for expert in range(sizes.num_experts):
-            gate_ID, up_ID, down_DI = (m.double() for m in _matrices(held[LAYER, expert]))
+            w = held[LAYER, expert]
+            gate_ID, up_ID, down_DI = (m.double() for m in (w.gate_ID, w.up_ID, w.down_DI))
             scale_T = torch.where(ids_TK == expert, weights_TK, 0.0).sum(-1).double()
             inner = torch.nn.functional.silu(x_TD.double() @ gate_ID.T) * (x_TD.double() @ up_ID.T)
             sum_TD += scale_T[:, None] * (inner @ down_DI.T)
         batches.append((x_TD, ids_TK, weights_TK, sum_TD))
     return batches
-
-
-def _matrices(weights: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return weights.gate_ID, weights.up_ID, weights.down_DI

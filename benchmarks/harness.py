@@ -67,26 +67,7 @@ class Case:
 def main(argv: Sequence[str], cases: Sequence[Case]) -> int:
     """Test, measure, print and write; return the exit code: 0, 1 red tests, 2 usage."""
     by_name = {case.name: case for case in cases}
-    listed = "\n".join(f"  {case.name:<12}{case.summary}" for case in cases)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description=f"Measure, after the tests of what is measured have passed.\n\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("name", choices=by_name, help="which benchmark")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="show only that it runs")
-    parser.add_argument("--skip-tests", action="store_true", help="measure without testing first")
-    parser.add_argument(
-        "--forwards", type=int, default=10_000, help="failover: forwards under faults (%(default)s)"
-    )
-    parser.add_argument(
-        "--kills", type=int, default=1000, help="failover: clients to kill (%(default)s)"
-    )
-    parser.add_argument(
-        "--schedule", type=Path, metavar="FILE", help="failover: who fails when, as JSON (random)"
-    )
+    parser = _parser(cases)
     given = parser.parse_args(argv)
     for option in ("rounds", "forwards", "kills"):
         if getattr(given, option) < 1:
@@ -154,6 +135,30 @@ def figures(rounds_s: Sequence[Sequence[float]]) -> dict[str, float | int]:
         "p50_max_us": _us(max(middles)),
         "calls": sum(len(times) for times in rounds_s),
     }
+
+
+def _parser(cases: Sequence[Case]) -> argparse.ArgumentParser:
+    listed = "\n".join(f"  {case.name:<12}{case.summary}" for case in cases)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"Measure, after the tests of what is measured have passed.\n\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=[case.name for case in cases], help="which benchmark")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="show only that it runs")
+    parser.add_argument("--skip-tests", action="store_true", help="measure without testing first")
+    parser.add_argument(
+        "--forwards", type=int, default=10_000, help="failover: forwards under faults (%(default)s)"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=1000, help="failover: clients to kill (%(default)s)"
+    )
+    parser.add_argument(
+        "--schedule", type=Path, metavar="FILE", help="failover: who fails when, as JSON (random)"
+    )
+    return parser
 
 
 def _us(seconds: float) -> float:
