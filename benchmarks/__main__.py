@@ -17,6 +17,12 @@ CASES = (
         module="benchmarks.layer",
         tests=("tests/ops", "tests/test_experts.py", "tests/test_client*.py"),
     ),
+    Case(
+        name="failover",
+        summary="right answers while servers, clients and the monitor are killed and stopped",
+        module="benchmarks.failover",
+        tests=("tests/test_faults.py", "tests/test_client*.py", "tests/test_server*.py"),
+    ),
 )
 
 if __name__ == "__main__":

@@ -27,6 +27,15 @@ class Options:
     quick: bool = False
     """Show only that it runs: few repetitions, small sizes."""
 
+    forwards: int = 10_000
+    """Forwards under faults, where that is what is measured."""
+
+    kills: int = 1000
+    """Clients to kill, likewise."""
+
+    schedule: Path | None = None
+    """Which process fails when; None: a random schedule."""
+
     def count(self, usual: int) -> int:
         """Return how often to repeat what is usually repeated ``usual`` times."""
         return max(2, usual // 50) if self.quick else usual
@@ -58,27 +67,25 @@ class Case:
 def main(argv: Sequence[str], cases: Sequence[Case]) -> int:
     """Test, measure, print and write; return the exit code: 0, 1 red tests, 2 usage."""
     by_name = {case.name: case for case in cases}
-    listed = "\n".join(f"  {case.name:<12}{case.summary}" for case in cases)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description=f"Measure, after the tests of what is measured have passed.\n\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("name", choices=by_name, help="which benchmark")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="show only that it runs")
-    parser.add_argument("--skip-tests", action="store_true", help="measure without testing first")
+    parser = _parser(cases)
     given = parser.parse_args(argv)
-    if given.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {given.rounds}")
+    for option in ("rounds", "forwards", "kills"):
+        if getattr(given, option) < 1:
+            parser.error(f"--{option} must be at least 1, got {getattr(given, option)}")
     case = by_name[given.name]
     if not given.skip_tests:
         failure = run_tests(case.tests)
         if failure:
             print(failure)
             return 1
-    report = case.run(Options(rounds=1 if given.quick else given.rounds, quick=given.quick))
+    options = Options(
+        rounds=1 if given.quick else given.rounds,
+        quick=given.quick,
+        forwards=given.forwards,
+        kills=given.kills,
+        schedule=given.schedule,
+    )
+    report = case.run(options)
     print(report.text())
     if given.json is not None:
         report.write(given.json)
@@ -128,6 +135,30 @@ def figures(rounds_s: Sequence[Sequence[float]]) -> dict[str, float | int]:
         "p50_max_us": _us(max(middles)),
         "calls": sum(len(times) for times in rounds_s),
     }
+
+
+def _parser(cases: Sequence[Case]) -> argparse.ArgumentParser:
+    listed = "\n".join(f"  {case.name:<12}{case.summary}" for case in cases)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"Measure, after the tests of what is measured have passed.\n\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=[case.name for case in cases], help="which benchmark")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="show only that it runs")
+    parser.add_argument("--skip-tests", action="store_true", help="measure without testing first")
+    parser.add_argument(
+        "--forwards", type=int, default=10_000, help="failover: forwards under faults (%(default)s)"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=1000, help="failover: clients to kill (%(default)s)"
+    )
+    parser.add_argument(
+        "--schedule", type=Path, metavar="FILE", help="failover: who fails when, as JSON (random)"
+    )
+    return parser
 
 
 def _us(seconds: float) -> float:

@@ -76,7 +76,8 @@ class Connection:
         self.epoch = epoch
         self.instance = instance
         self.lost = False
-        self.suspect_since = 0.0
+        self.silent_since: float | None = None
+        """Since when an answer that was given up is missing, as far as is known."""
         self.late_before = 0
         self.num_late = 0
         """Answers that came after their request was given up: proof of life."""

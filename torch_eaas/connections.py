@@ -136,7 +136,7 @@ class Connections:
             live = self.live.get(server.name)
             if live is None and pair.may_open(now):
                 self._run(in_threads, server.instance, partial(self._open, server, pair))
-            elif live is not None and pair.suspect and self._is_stuck(live, now):
+            elif live is not None and self._is_stuck(live, now):
                 self._run(in_threads, server.instance, partial(self._retire, live))
 
     def lose(self, conn: Connection) -> None:
@@ -159,7 +159,6 @@ class Connections:
             if conn.pair.suspect:
                 return
             conn.pair.suspect = True
-            conn.suspect_since = self._clock()
             conn.late_before = conn.num_late
             self.changes += 1
         logger.warning("client %s: server %s is late", self._config.name, conn.name)
@@ -226,14 +225,18 @@ class Connections:
                 self._pairs.pop(instance, None)
 
     def _is_stuck(self, conn: Connection, now: float) -> bool:
-        """Return whether a suspect's window should be replaced: no answer comes to it."""
+        """Return whether a window should be replaced: an answer has not come to it for long."""
         conn.reclaim()
-        if conn.num_late > conn.late_before:
+        late, conn.late_before = conn.num_late > conn.late_before, conn.num_late
+        if late and conn.pair.suspect:
             self.heard(conn, now)
+        if late or not conn.slots.num_given_up:
+            conn.silent_since = None
             return False
-        waited = now - conn.suspect_since
+        if conn.silent_since is None:
+            conn.silent_since = now
         patience = self._config.request_timeout.total_seconds()
-        return waited > patience and conn.slots.num_in_use == 0
+        return now - conn.silent_since > patience and conn.slots.num_in_use == 0
 
     def _retire(self, conn: Connection) -> None:
         """Leave a window; a new one follows when the server can be talked to."""

@@ -76,6 +76,8 @@ class ServerControl(Handler):
         self.state: ServerState = "serving"
         self.placement = Placement()
         """The newest that this server knows; clients ask for it while the monitor is away."""
+        self.make_pair: Callable[..., ServerPair] = ServerPair
+        """Makes a pair; planned faults put one here that fails."""
 
     @override
     def admits(self, peer: int, token: object) -> bool:
@@ -140,7 +142,7 @@ class ServerControl(Handler):
         self._check(client, instance, fingerprint, spec, windows)
         self._epochs.accept(instance, epoch)
         requests = self._transport.create_window(spec.request_bytes)
-        pair = ServerPair(
+        pair = self.make_pair(
             peer=peer,
             client=client,
             instance=instance,

@@ -115,24 +115,7 @@ class ServerPair:
 
     def read(self, slot: int, word: int, since: float, now: float) -> Frame:
         """Return the frame in a slot; BadFrame if it cannot be run."""
-        instance, epoch, sequence, _, budget_us, layer, num_tokens, flags = self._header(slot, word)
-        if (instance, epoch, sequence) != (self.instance, self.epoch, word >> 8):
-            raise BadFrame(
-                Status.STALE,
-                f"the frame is of instance {instance:016x}, epoch {epoch}, sequence {sequence}; "
-                f"this window takes {self.instance:016x}, {self.epoch}, {word >> 8}",
-            )
-        if not 1 <= num_tokens <= self.spec.max_tokens or flags:
-            raise BadFrame(
-                Status.BAD_REQUEST,
-                f"a request has 1 to {self.spec.max_tokens} tokens and flags 0, "
-                f"got {num_tokens} tokens and flags {flags}",
-            )
-        waited_us = int((now - since) * 1e6)
-        if waited_us > budget_us:
-            raise BadFrame(
-                Status.EXPIRED, f"seen after {waited_us} us, its time was {budget_us} us"
-            )
+        layer, num_tokens = self._read_header(slot, word, since, now)
         # copied once and checked in the copy: the client can still change the window
         ids_TK = self._ids[slot][:num_tokens].copy()
         if min(ids_TK.ravel().tolist()) < -1:
@@ -167,6 +150,28 @@ class ServerPair:
             self._copied = (slot, word, header)
         return self._copied[2]
 
+    def _read_header(self, slot: int, word: int, since: float, now: float) -> tuple[int, int]:
+        """Return the layer and the number of tokens of the request in a slot."""
+        instance, epoch, sequence, _, budget_us, layer, num_tokens, flags = self._header(slot, word)
+        if (instance, epoch, sequence) != (self.instance, self.epoch, word >> 8):
+            raise BadFrame(
+                Status.STALE,
+                f"the frame is of instance {instance:016x}, epoch {epoch}, sequence {sequence}; "
+                f"this window takes {self.instance:016x}, {self.epoch}, {word >> 8}",
+            )
+        if not 1 <= num_tokens <= self.spec.max_tokens or flags:
+            raise BadFrame(
+                Status.BAD_REQUEST,
+                f"a request has 1 to {self.spec.max_tokens} tokens and flags 0, "
+                f"got {num_tokens} tokens and flags {flags}",
+            )
+        waited_us = int((now - since) * 1e6)
+        if waited_us > budget_us:
+            raise BadFrame(
+                Status.EXPIRED, f"seen after {waited_us} us, its time was {budget_us} us"
+            )
+        return layer, num_tokens
+
     def _finish(
         self,
         slot: int,
@@ -190,6 +195,9 @@ class ServerPair:
             min(experts_us, 0xFFFFFFFF),
         )
         # the word comes last: whoever sees it may read the rest
+        self._store_word(slot, word)
+
+    def _store_word(self, slot: int, word: int) -> None:
         self._reply_words[slot] = ServerSlots.reply_word(word)
 
     def _small(self, dtype: type[np.int32 | np.float32], offset: int) -> NDArray[Any]:

@@ -32,7 +32,15 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
 
 @pytest.mark.parametrize(
     "argv",
-    [["nonsense"], [], ["fake", "--rounds", "0"], ["fake", "--rounds", "x"], ["fake", "--fast"]],
+    [
+        ["nonsense"],
+        [],
+        ["fake", "--rounds", "0"],
+        ["fake", "--rounds", "x"],
+        ["fake", "--forwards", "0"],
+        ["fake", "--kills", "-1"],
+        ["fake", "--fast"],
+    ],
     ids=str,
 )
 def test_wrong_usage_exits_with_2(argv: list[str], case: Case) -> None:

@@ -59,6 +59,20 @@ def test_layer_compares_remote_and_local_experts(tmp_path: Path) -> None:
     assert {"bookkeeping_3_us", "bookkeeping_32_us", "wait_extra_p99_us"} <= names
 
 
+def test_failover_answers_everything_while_processes_die(tmp_path: Path) -> None:
+    written = quick("failover", tmp_path)
+    values = {check["name"]: check["value"] for check in written["checks"]}
+    assert (values["failed"], values["wrong"]) == (0, 0)
+    rows = {tuple(row["key"]): row for row in written["rows"]}
+    chaos = rows["delayed", "clients 2"]
+    assert chaos["forwards"] >= 40
+    assert 5 <= chaos["faults"] == len(chaos["schedule"])
+    assert 1 <= chaos["faults_in_hand"] <= chaos["faults"]
+    assert rows["both down",]["recovered_s"] > rows["both down",]["down_s"]
+    assert len(rows["pause",]["pauses_ms"]) == rows["pause",]["in_hand"]
+    assert rows["client kills",]["died"] == rows["client kills",]["kills"]
+
+
 def test_an_unknown_name_is_a_usage_error() -> None:
     done = measure("nonsense")
     assert done.returncode == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torch_eaas.errors import HandshakeRefused, StalePeer, TransportError
+from torch_eaas.protocol import pairs
 from torch_eaas.protocol.pairs import ClientPair, ServerEpochs
 
 NOW = 100.0
@@ -98,6 +99,19 @@ def test_a_server_accepts_only_an_epoch_above_all_that_it_saw_of_that_instance()
 def test_epochs_begin_at_one(epoch: int) -> None:
     with pytest.raises(TransportError, match=f"{epoch}"):
         ServerEpochs().accept(0xA, epoch)
+
+
+def test_a_server_forgets_the_instance_that_it_has_not_seen_for_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pairs, "MAX_INSTANCES", 2)
+    epochs = ServerEpochs()
+    for instance, epoch in ((0xA, 5), (0xB, 5), (0xA, 6), (0xC, 5)):
+        epochs.accept(instance, epoch)
+    for remembered in (0xA, 0xC):
+        with pytest.raises(StalePeer, match="epoch 5 is not above"):
+            epochs.accept(remembered, 5)
+    epochs.accept(0xB, 1)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ from torch_eaas.protocol.hedging import Latencies
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
+MAX_INSTANCES = 1 << 16
+"""Lives of clients that a server remembers: 6 MB, where each ever met would be a leak."""
+
 _TOO_LARGE = 1 << 64
 
 
@@ -71,7 +74,8 @@ class ClientPair:
 class ServerEpochs:
     """A server's memory of the epochs that it saw: only a higher one opens a window.
 
-    It keeps one number for each client instance it ever met.
+    It keeps one number for each client instance, and forgets the one that it has not seen for
+    longest once there are more than ``MAX_INSTANCES``.
     """
 
     def __init__(self) -> None:
@@ -94,4 +98,8 @@ class ServerEpochs:
                 f"client instance {instance:016x}: epoch {epoch} is not above {highest}, "
                 f"the newest that this server saw; open the pair with a new epoch"
             )
+        # last in the order in which a dict keeps its keys
+        self._highest.pop(instance, None)
         self._highest[instance] = epoch
+        if len(self._highest) > MAX_INSTANCES:
+            del self._highest[next(iter(self._highest))]

@@ -1,4 +1,4 @@
-"""Clusters within one process, experts of a planned delay, random weights: for users' tests too.
+"""Clusters within one process, experts of a planned delay, random weights.
 
 Shape legend: T tokens, K experts per token, D hidden, I intermediate.
 """
@@ -24,6 +24,7 @@ from torch_eaas.experts import ExpertPool, ExpertWeights, GroupTable
 from torch_eaas.placement import Holdings, share
 from torch_eaas.server import ExpertServer
 from torch_eaas.server_batch import Experts
+from torch_eaas.testing.faults import FaultPlan
 
 Weights = Mapping[tuple[int, int], ExpertWeights]
 """(layer, expert) to that expert's matrices."""
@@ -129,6 +130,7 @@ class LocalCluster:
         copies: Servers that hold each expert.
         storage: How they keep the weights.
         transport: How clients reach them; the default is loopback.
+        plan: What is to go wrong.
 
     Example::
 
@@ -147,8 +149,10 @@ class LocalCluster:
         copies: int = 1,
         storage: Storage = "fp32",
         transport: Transport | None = None,
+        plan: FaultPlan | None = None,
     ) -> None:
         self.transport = transport or LoopbackTransport()
+        self._plan = plan
         self.layers = sorted({layer for layer, _ in weights})
         self.num_experts = 1 + max(expert for _, expert in weights)
         self.intermediate_size, self.hidden_size = next(iter(weights.values())).gate_ID.shape
@@ -186,6 +190,8 @@ class LocalCluster:
 
     def close(self) -> None:
         """Close all clients and servers; safe twice."""
+        if self._plan is not None:
+            self._plan.end()
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -202,4 +208,6 @@ class LocalCluster:
         pool.update({(layer, e): weights[layer, e] for layer, ids in held.items() for e in ids})
         server = ExpertServer(pool, ServerConfig(name=f"server-{index}"), transport=self.transport)
         self._stack.enter_context(server)
+        if self._plan is not None:
+            self._plan.attach(server, index)
         return server.serve_in_background()
