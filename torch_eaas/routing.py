@@ -54,13 +54,13 @@ class LayerRoutes:
         self._table = np.full(num_experts + 1, -1, dtype=np.int16)
         self._holders: list[tuple[int, ...]] = []
         rank = {
-            i: (server.name in suspects, server.state == "draining")
+            i: (server.name in suspects, server.rank)
             for i, server in enumerate(placement.servers)
             if server.name in open_servers
         }
         for expert in range(num_experts):
             holders = [i for i in placement.holders(layer, expert) if i in rank]
-            best = min((rank[i] for i in holders), default=(False, False))
+            best = min((rank[i] for i in holders), default=(False, 0))
             holders = [i for i in holders if rank[i] == best]
             turn = mix(salt, layer, expert) % len(holders) if holders else 0
             self._holders.append(tuple(holders[turn:] + holders[:turn]))

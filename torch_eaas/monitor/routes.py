@@ -9,7 +9,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from torch_eaas.errors import ConfigError
-from torch_eaas.monitor.announcement import Status, instance_text
+from torch_eaas.monitor.announcement import Status, holdings_json, instance_text
 from torch_eaas.monitor.metrics import new_registry
 from torch_eaas.monitor.page import CONTENT_SECURITY_POLICY, render_page
 from torch_eaas.monitor.schemas import HeartbeatBody, JoinBody, LeaveBody
@@ -24,10 +24,17 @@ def member_routes(service: Service) -> APIRouter:
     router = APIRouter()
     config = service.members.config
 
-    def reply(status: Status) -> dict[str, Any]:
-        term, version = service.members.placement.order
-        monitor = instance_text(service.members.instance)
-        return {"status": status, "monitor": monitor, "term": term, "version": version}
+    def reply(status: Status, instance: str) -> dict[str, Any]:
+        members, life = service.members, int(instance, 16)
+        term, version = members.placement.order
+        return {
+            "status": status,
+            "monitor": instance_text(members.instance),
+            "term": term,
+            "version": version,
+            "load": holdings_json(members.asked_of(life)),
+            "pending": members.pending(life),
+        }
 
     @router.post("/join")
     async def join(body: JoinBody) -> dict[str, Any]:
@@ -36,7 +43,7 @@ def member_routes(service: Service) -> APIRouter:
         except ConfigError as error:
             raise HTTPException(409, str(error)) from error
         return {
-            **reply("ok"),
+            **reply("ok", body.instance),
             "heartbeat": config.heartbeat.total_seconds(),
             "lease": config.lease.total_seconds(),
         }
@@ -47,7 +54,7 @@ def member_routes(service: Service) -> APIRouter:
             status = service.heartbeat(body.value())
         except ConfigError as error:
             raise HTTPException(409, str(error)) from error
-        return reply(status)
+        return reply(status, body.instance)
 
     @router.post("/leave")
     async def leave(body: LeaveBody) -> dict[str, bool]:
