@@ -36,7 +36,8 @@ ROWS = (
 
 CLIENT = {"client", "client_calls", "client_engine", "client_pairs", "client_pieces"}
 CLIENT |= {"connections", "directory", "routing"}
-SERVER = {"server", "server_batch", "server_control", "server_pairs"}
+SERVER = {"server", "server_batch", "server_control", "server_drain", "server_loading"}
+SERVER |= {"server_pairs"}
 TOP = {"", "__main__"}
 
 WITHOUT_TORCH = ["errors", "config", "protocol", "placement", "comm", "monitor", "cli.main"]
