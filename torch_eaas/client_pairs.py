@@ -219,18 +219,22 @@ def open_connection(
         replies = window.view
     finally:
         window.close()
-    if answer.get("instance") != f"{server.instance:016x}":
-        raise HandshakeRefused(
-            f"{server.address} is now instance {answer.get('instance')}, "
-            f"the placement names {server.instance:016x}"
-        )
-    if [w.nbytes for w in windows] != [spec.request_bytes]:
-        raise HandshakeRefused(
-            f"{server.address}: a handshake's answer brings one window of {spec.request_bytes} "
-            f"bytes, got {[w.nbytes for w in windows]}"
-        )
-    requests = windows[0].view
-    windows[0].close()
+    try:
+        if answer.get("instance") != f"{server.instance:016x}":
+            raise HandshakeRefused(
+                f"{server.address} is now instance {answer.get('instance')}, "
+                f"the placement names {server.instance:016x}"
+            )
+        if [w.nbytes for w in windows] != [spec.request_bytes]:
+            raise HandshakeRefused(
+                f"{server.address}: a handshake's answer brings one window of "
+                f"{spec.request_bytes} bytes, got {[w.nbytes for w in windows]}"
+            )
+        requests = windows[0].view
+    finally:
+        # the views keep the memory; nobody needs the descriptors any more
+        for each in windows:
+            each.close()
     conn = Connection(
         server,
         link,

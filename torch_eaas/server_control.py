@@ -126,16 +126,20 @@ class ServerControl(Handler):
         self._check(client, instance, fingerprint, spec, windows)
         self._epochs.accept(instance, epoch)
         requests = self._transport.create_window(spec.request_bytes)
-        pair = ServerPair(
-            peer=peer,
-            client=client,
-            instance=instance,
-            epoch=epoch,
-            spec=spec,
-            requests=requests.view,
-            replies=windows[0].view,
-            now=self._clock(),
-        )
+        try:
+            pair = ServerPair(
+                peer=peer,
+                client=client,
+                instance=instance,
+                epoch=epoch,
+                spec=spec,
+                requests=requests.view,
+                replies=windows[0].view,
+                now=self._clock(),
+            )
+        except BaseException:
+            requests.close()
+            raise
         if self._drop(lambda old: old.instance == instance):
             # the answer says that nothing is written into older windows any more
             with self.writing:
