@@ -80,14 +80,7 @@ class ExpertServer:
             clock=clock,
         )
         self._listener: Listener = self._transport.listen(self.config.address, self._control)
-        self._loading = Loading(
-            name=self.config.name,
-            load=load,
-            room=self.config.room,
-            holdings=lambda: experts.holdings,
-            counters=self._runner.counters,
-            notify=self._notify,
-        )
+        self._loading = self._new_loading(load)
         self._monitor = monitor
         self._agent: MonitorAgent | None = None
         self._thread: threading.Thread | None = None
@@ -193,6 +186,16 @@ class ExpertServer:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _new_loading(self, load: Load | None) -> Loading:
+        return Loading(
+            name=self.config.name,
+            load=load,
+            room=self.config.room,
+            holdings=lambda: self.experts.holdings,
+            counters=self._runner.counters,
+            notify=self._notify,
+        )
 
     def _has_work(self) -> bool:
         if self._stop.is_set():
