@@ -45,7 +45,8 @@ CLIENT = {
     "client_pieces",
 }
 CLIENT |= {"connections", "directory", "routing"}
-SERVER = {"server", "server_batch", "server_control", "server_pairs"}
+SERVER = {"server", "server_batch", "server_control", "server_drain", "server_loading"}
+SERVER |= {"server_pairs"}
 TOP = {"", "__main__"}
 
 WITHOUT_TORCH = [

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from torch_eaas.errors import ConfigError
-from torch_eaas.placement import Holdings, Placement, ServerInfo, holdings_from, share
+from torch_eaas.placement import (
+    Holdings,
+    PlacedState,
+    Placement,
+    ServerInfo,
+    holdings_from,
+    share,
+)
 
 ENTRY: dict[str, Any] = {
     "name": "s1",
@@ -102,9 +109,25 @@ def test_missing_experts_are_those_without_a_holder(
     assert placement.missing((1, 2), 2) == missing
 
 
-def test_an_expert_of_a_draining_server_is_not_missing() -> None:
-    placement = Placement((server("a", {1: (0,)}, state="draining"),))
-    assert placement.missing([1], 1) == []
+@pytest.mark.parametrize(
+    ("states", "missing", "uncovered"),
+    [
+        (["serving"], False, False),
+        (["draining"], False, True),
+        (["suspect"], True, True),
+        (["suspect", "draining"], False, True),
+        (["suspect", "draining", "serving"], False, False),
+    ],
+    ids=str,
+)
+def test_who_drains_holds_for_now_and_who_is_suspect_does_not(
+    states: list[PlacedState], missing: bool, uncovered: bool
+) -> None:
+    servers = (server(f"s{i}", {1: (0,)}, state=state) for i, state in enumerate(states))
+    placement = Placement(tuple(servers))
+    assert placement.missing([1], 1) == [(1, 0)] * missing
+    assert placement.missing([1], 1, worst="serving") == [(1, 0)] * uncovered
+    assert placement.holders(1, 0) == tuple(range(len(states)))[::-1]
 
 
 def test_a_term_weighs_more_than_any_version() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torch_eaas.placement import Holdings, Placement, ServerInfo, ServerState, share
+from torch_eaas.placement import Holdings, PlacedState, Placement, ServerInfo, share
 from torch_eaas.routing import LayerRoutes, mix
 
 LAYER, E = 3, 8
 
 
-def server(name: str, holdings: Holdings, state: ServerState = "serving") -> ServerInfo:
+def server(name: str, holdings: Holdings, state: PlacedState = "serving") -> ServerInfo:
     return ServerInfo(
         name=name, instance=1, address=f"loopback:{name}", holdings=holdings, state=state
     )
@@ -148,6 +148,9 @@ BOTH = alone(range(E))
     [
         pytest.param({"a": "serving", "b": "serving"}, ["a"], "b", id="suspect"),
         pytest.param({"a": "draining", "b": "serving"}, [], "b", id="draining"),
+        pytest.param({"a": "suspect", "b": "serving"}, [], "b", id="the monitor's suspect"),
+        pytest.param({"a": "suspect", "b": "draining"}, [], "b", id="draining and suspect"),
+        pytest.param({"a": "suspect", "b": "serving"}, ["b"], "a", id="own sight counts most"),
         pytest.param({"a": "draining", "b": "serving"}, ["b"], "a", id="draining beats suspect"),
         pytest.param({"a": "draining", "b": "draining"}, ["a"], "b", id="both draining"),
         pytest.param(
@@ -156,7 +159,7 @@ BOTH = alone(range(E))
     ],
 )
 def test_who_is_late_or_leaves_is_asked_only_while_nobody_better_holds_an_expert(
-    states: dict[str, ServerState], suspects: list[str], expected: str
+    states: dict[str, PlacedState], suspects: list[str], expected: str
 ) -> None:
     placement = placed(*(server(name, BOTH, state) for name, state in states.items()))
     routes = routes_of(placement, suspects=suspects)

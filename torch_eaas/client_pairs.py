@@ -228,12 +228,12 @@ def open_connection(
             )
         if [w.nbytes for w in windows] != [spec.request_bytes]:
             raise HandshakeRefused(
-                f"{server.address}: a handshake's answer brings one window of {spec.request_bytes} "
-                f"bytes, got {[w.nbytes for w in windows]}"
+                f"{server.address}: a handshake's answer brings one window of "
+                f"{spec.request_bytes} bytes, got {[w.nbytes for w in windows]}"
             )
         requests = windows[0].view
     finally:
-        # also those that are refused: each attempt would leave a descriptor behind
+        # the views keep the memory, and a refused attempt leaves no descriptor behind
         for each in windows:
             each.close()
     conn = Connection(

@@ -136,6 +136,9 @@ class ServerConfig:
     fingerprint: str = ""
     """What the weights are, ``model:storage``; a client that names another model is refused."""
 
+    room: int = 0
+    """Most experts that it loads when the monitor asks, beside those that it begins with."""
+
     drain_timeout: timedelta = timedelta(seconds=20)
     """How long a drain may take before the server leaves all the same."""
 
@@ -147,6 +150,7 @@ class ServerConfig:
             raise ConfigError("name must not be empty")
         check_at_least("max_rows", self.max_rows, 1)
         check_at_least("max_pairs", self.max_pairs, 1)
+        check_at_least("room", self.room, 0)
         check_positive("drain_timeout", self.drain_timeout)
 
 
@@ -166,6 +170,13 @@ class MonitorConfig:
     heartbeat: timedelta = HEARTBEAT
     """How often members are asked to report."""
 
+    load_timeout: timedelta = timedelta(seconds=60)
+    """How long a server may load nothing of what it was asked to before another is asked."""
+
+    start_grace: timedelta = timedelta(seconds=30)
+    """How long experts that were never served may be missing before a server is asked to load
+    them: while a cluster starts, their own servers are still on the way."""
+
     access: Access = OPEN
     """The token that callers must show, and the certificate; a token is a must off loopback."""
 
@@ -177,6 +188,8 @@ class MonitorConfig:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         check_positive("lease", self.lease)
         check_positive("heartbeat", self.heartbeat)
+        check_positive("load_timeout", self.load_timeout)
+        check_positive("start_grace", self.start_grace)
         if self.lease < 3 * self.heartbeat:
             raise ConfigError(
                 f"lease must be at least three heartbeats, got lease {self.lease} "

@@ -12,7 +12,7 @@ from functools import partial
 from torch_eaas.client_pairs import CONTROL_TIMEOUT_S, Connection, open_connection
 from torch_eaas.comm.transport import Json, Link, Transport
 from torch_eaas.config import ClientConfig
-from torch_eaas.errors import EaasError, TransportError
+from torch_eaas.errors import TransportError
 from torch_eaas.placement import Placement, ServerInfo
 from torch_eaas.protocol.layout import PROTOCOL_VERSION, PairSpec
 from torch_eaas.protocol.pairs import ClientPair
@@ -263,7 +263,8 @@ class Connections:
             conn, fingerprint = open_connection(
                 self._transport, link, self._spec, server=server, pair=pair, hello=hello
             )
-        except EaasError as error:
+        except Exception as error:
+            # an attempt that fails in any way leaves nothing behind, and is made again
             if link is not None:
                 link.close()
             pair.refused(self._clock(), random.random())

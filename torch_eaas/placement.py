@@ -5,10 +5,10 @@ Pure functions and values; no torch, no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch_eaas.errors import ConfigError
 
@@ -16,6 +16,12 @@ Holdings = Mapping[int, tuple[int, ...]]
 """Layer to the sorted ids of the experts that one server holds there."""
 
 ServerState = Literal["serving", "draining"]
+"""What a server says of itself."""
+
+PlacedState = Literal["serving", "draining", "suspect"]
+"""What a placement says of a server, the best first; the monitor no longer hears a suspect."""
+
+PLACED_STATES: tuple[PlacedState, ...] = get_args(PlacedState)
 
 
 def holdings_from(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
@@ -28,6 +34,11 @@ def holdings_from(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]
     for layer, expert in pairs:
         layers.setdefault(layer, set()).add(expert)
     return {layer: tuple(sorted(layers[layer])) for layer in sorted(layers)}
+
+
+def pairs_of(holdings: Holdings) -> Iterator[tuple[int, int]]:
+    """Return the (layer, expert) pairs of some holdings, one after the other."""
+    return ((layer, expert) for layer, experts in holdings.items() for expert in experts)
 
 
 def share(
@@ -70,8 +81,13 @@ class ServerInfo:
     holdings: Holdings
     """What it holds."""
 
-    state: ServerState = "serving"
-    """A draining server is asked only while nobody else holds an expert."""
+    state: PlacedState = "serving"
+    """A draining or suspect server is asked only while nobody better holds an expert."""
+
+    @property
+    def rank(self) -> int:
+        """How gladly it is asked: 0 serving, 1 draining, 2 suspect."""
+        return PLACED_STATES.index(self.state)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; the instance id is a hex string, JSON numbers end at 53 bits."""
@@ -88,7 +104,7 @@ class ServerInfo:
         """Return the server that ``to_json`` wrote; ConfigError names a field that is off."""
         try:
             state = data.get("state", "serving")
-            if state not in ("serving", "draining"):
+            if state not in PLACED_STATES:
                 raise ValueError(f"state {state!r}")
             instance = int(data["instance"], 16)
             if not 0 <= instance < 1 << 64:
@@ -136,8 +152,7 @@ class Placement:
     @cached_property
     def _holders(self) -> dict[tuple[int, int], tuple[int, ...]]:
         holders: dict[tuple[int, int], list[int]] = {}
-        # serving servers first, so that a draining one is the last choice
-        ordered = sorted(range(len(self.servers)), key=lambda i: self.servers[i].state != "serving")
+        ordered = sorted(range(len(self.servers)), key=lambda i: self.servers[i].rank)
         for i in ordered:
             for layer, experts in self.servers[i].holdings.items():
                 for expert in experts:
@@ -145,17 +160,27 @@ class Placement:
         return {key: tuple(value) for key, value in holders.items()}
 
     def holders(self, layer: int, expert: int) -> tuple[int, ...]:
-        """Return indices into ``servers`` of those that hold an expert, draining ones last."""
+        """Return indices into ``servers`` of those that hold an expert, the best state first."""
         return self._holders.get((layer, expert), ())
 
-    def missing(self, layers: Iterable[int], num_experts: int) -> list[tuple[int, int]]:
-        """Return the (layer, expert) pairs of a model that no server holds."""
-        return [
-            (layer, expert)
-            for layer in layers
-            for expert in range(num_experts)
-            if (layer, expert) not in self._holders
-        ]
+    def missing(
+        self, layers: Iterable[int], num_experts: int, *, worst: PlacedState = "draining"
+    ) -> list[tuple[int, int]]:
+        """Return the (layer, expert) pairs of a model that no server holds.
+
+        Args:
+            layers: The layers with experts.
+            num_experts: Experts of each.
+            worst: Servers of a worse state than this do not count as holders.
+        """
+        limit = PLACED_STATES.index(worst)
+
+        def is_held(key: tuple[int, int]) -> bool:
+            holders = self._holders.get(key)
+            return holders is not None and self.servers[holders[0]].rank <= limit
+
+        keys = [(layer, expert) for layer in layers for expert in range(num_experts)]
+        return [key for key in keys if not is_held(key)]
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""

@@ -55,13 +55,13 @@ class LayerRoutes:
         self._holders: list[tuple[int, ...]] = []
         order = {name: 1 + i for i, name in enumerate(suspects)}
         rank = {
-            i: (order.get(server.name, 0), server.state == "draining")
+            i: (order.get(server.name, 0), server.rank)
             for i, server in enumerate(placement.servers)
             if server.name in open_servers
         }
         for expert in range(num_experts):
             holders = [i for i in placement.holders(layer, expert) if i in rank]
-            best = min((rank[i] for i in holders), default=(0, False))
+            best = min((rank[i] for i in holders), default=(0, 0))
             holders = [i for i in holders if rank[i] == best]
             turn = mix(salt, layer, expert) % len(holders) if holders else 0
             self._holders.append(tuple(holders[turn:] + holders[:turn]))

@@ -18,12 +18,12 @@ from torch_eaas.config import ServerConfig
 from torch_eaas.errors import ConfigError
 from torch_eaas.monitor.agent import MonitorAgent
 from torch_eaas.monitor.announcement import Announcement, ModelInfo
+from torch_eaas.monitor.link import Reply
 from torch_eaas.placement import Placement
 from torch_eaas.server_batch import BatchRunner, Experts
 from torch_eaas.server_control import ServerControl
-
-QUIET_S = 1.0
-"""A draining server leaves when nobody has asked it for this long."""
+from torch_eaas.server_drain import DrainState
+from torch_eaas.server_loading import Load, Loading
 
 LONGEST_WAIT_S = 0.1
 
@@ -39,6 +39,8 @@ class ExpertServer:
         transport: How clients reach it; the default is shared memory on this host.
         monitor: URL of the monitor to join, if any.
         model: The whole model that these experts belong to, told to the monitor.
+        load: Adds experts that the monitor asks for, at most ``config.room`` of them. It is called
+            in a thread of its own; what it raises is logged, counted and told to the monitor.
         instance: This life's id; by default a random one.
         clock: Seconds, monotonic; tests plan it.
 
@@ -56,6 +58,7 @@ class ExpertServer:
         transport: Transport | None = None,
         monitor: str | None = None,
         model: ModelInfo | None = None,
+        load: Load | None = None,
         instance: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,6 +80,7 @@ class ExpertServer:
             clock=clock,
         )
         self._listener: Listener = self._transport.listen(self.config.address, self._control)
+        self._loading = self._new_loading(load)
         self._monitor = monitor
         self._agent: MonitorAgent | None = None
         self._thread: threading.Thread | None = None
@@ -84,7 +88,7 @@ class ExpertServer:
         self._stop = threading.Event()
         self._left = threading.Event()
         self._serving: threading.Thread | None = None
-        self._drain_started: float | None = None
+        self._drain = DrainState(self.config.drain_timeout.total_seconds())
         self._last_answer = clock()
         self._iterations = 0
 
@@ -121,7 +125,11 @@ class ExpertServer:
         """Serve in this thread until a drain has ended or ``close`` is called."""
         if self._monitor is not None and self._agent is None:
             self._agent = MonitorAgent(
-                self._monitor, self._announce, self._on_placement, access=self.config.access
+                self._monitor,
+                self._announce,
+                self._on_placement,
+                on_reply=self._on_reply,
+                access=self.config.access,
             )
         idle_since = self._clock()
         self._serving = threading.current_thread()
@@ -151,15 +159,15 @@ class ExpertServer:
     def drain(self) -> None:
         """Leave without hurting anybody: tell the monitor, serve until it is quiet, then end.
 
-        Clients that know another holder go there. Returns at once; ``serve`` returns when nobody
-        has asked for a second, or after ``drain_timeout``.
+        The monitor has what only this server holds loaded elsewhere, if anybody has room, and
+        clients that know another holder go there. Returns at once; ``serve`` returns when that is
+        done and nobody has asked for a second, or after ``drain_timeout``.
         """
-        if self._drain_started is None:
+        if self._drain.begin(self._clock()):
             self._control.state = "draining"
-            self._drain_started = self._clock()
+            self._loading.stop()
             logger.info("server %s drains", self.config.name)
-            if self._agent is not None:
-                self._agent.notify()
+            self._notify()
 
     def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Stop serving and end all pairs; safe twice. Requests under way are not answered.
@@ -183,6 +191,16 @@ class ExpertServer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _new_loading(self, load: Load | None) -> Loading:
+        return Loading(
+            name=self.config.name,
+            load=load,
+            room=self.config.room,
+            holdings=lambda: self.experts.holdings,
+            counters=self._runner.counters,
+            notify=self._notify,
+        )
+
     def _has_work(self) -> bool:
         if self._stop.is_set():
             return True
@@ -190,24 +208,27 @@ class ExpertServer:
         return any(pair.scan(now) for pair in self._control.pairs)
 
     def _drained(self) -> bool:
-        if self._drain_started is None:
-            return False
-        now = self._clock()
-        quiet = now - max(self._last_answer, self._drain_started)
-        late = now - self._drain_started > self.config.drain_timeout.total_seconds()
-        return quiet > QUIET_S or late
+        agent = self._agent
+        is_alone = agent is None or agent.is_away
+        return self._drain.is_over(self._clock(), self._last_answer, is_alone=is_alone)
 
     def _leave(self) -> None:
         self._runner.draining = True
         self.step()
         # the clients see the endpoint close, so that they do not wait while the monitor is told
         self._listener.close()
+        self._loading.close()
         agent, self._agent = self._agent, None
         if agent is not None:
             agent.close()
 
+    def _notify(self) -> None:
+        agent = self._agent
+        if agent is not None:
+            agent.notify()
+
     def _announce(self) -> Announcement:
-        return Announcement(
+        self._announced = Announcement(
             role="server",
             name=self.config.name,
             instance=self.instance,
@@ -215,9 +236,20 @@ class ExpertServer:
             holdings=self.experts.holdings,
             model=self._model,
             state=self._control.state,
+            room=self._loading.room if self._control.state == "serving" else 0,
+            trouble=self._loading.trouble,
             progress=self._iterations,
             counters=self.counters(),
         )
+        return self._announced
+
+    def _on_reply(self, reply: Reply) -> None:
+        # what it answers was announced by this thread just before
+        self._loading.told(self._announced.trouble)
+        if self._announced.state == "draining":
+            self._drain.hear(reply.pending, self._clock())
+        else:
+            self._loading.ask(reply.load)
 
     def _on_placement(self, placement: Placement) -> None:
         self._control.placement = placement

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -141,17 +142,15 @@ class ServerControl(Handler):
         spec = PairSpec.from_json(spec_json)
         self._check(client, instance, fingerprint, spec, windows)
         self._epochs.accept(instance, epoch)
-        requests = self._transport.create_window(spec.request_bytes)
-        pair = self.make_pair(
-            peer=peer,
-            client=client,
-            instance=instance,
-            epoch=epoch,
-            spec=spec,
-            requests=requests.view,
-            replies=windows[0].view,
-            now=self._clock(),
+        make = partial(
+            self.make_pair, peer=peer, client=client, instance=instance, epoch=epoch, spec=spec
         )
+        requests = self._transport.create_window(spec.request_bytes)
+        try:
+            pair = make(requests=requests.view, replies=windows[0].view, now=self._clock())
+        except BaseException:
+            requests.close()
+            raise
         if self._drop(lambda old: old.instance == instance):
             # the answer says that nothing is written into older windows any more
             with self.writing:

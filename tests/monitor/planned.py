@@ -67,6 +67,10 @@ class Cluster:
         return [s.name for s in self.members.placement.servers]
 
     @property
+    def states(self) -> dict[str, str]:
+        return {s.name: s.state for s in self.members.placement.servers}
+
+    @property
     def kinds(self) -> list[str]:
         return [event.kind for event in self.members.log.since(0)]
 

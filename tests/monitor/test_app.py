@@ -29,7 +29,14 @@ def test_a_member_joins_beats_and_leaves(http: httpx.Client) -> None:
     assert (joined["status"], joined["term"], joined["version"]) == ("ok", 1, 1)
     assert (joined["heartbeat"], joined["lease"]) == (0.5, 5.0)
     beaten = http.post("/heartbeat", json={"instance": LIFE, "state": "draining"}).json()
-    assert beaten == {"status": "ok", "monitor": joined["monitor"], "term": 1, "version": 2}
+    assert beaten == {
+        "status": "ok",
+        "monitor": joined["monitor"],
+        "term": 1,
+        "version": 2,
+        "load": {},
+        "pending": 0,
+    }
     assert http.get("/members").json()["servers"][0]["state"] == "draining"
     assert http.post("/leave", json={"instance": LIFE}).json() == {"left": True}
     assert http.post("/heartbeat", json={"instance": LIFE}).json()["status"] == "unknown"
@@ -168,3 +175,19 @@ def test_a_lease_that_expires_is_counted_and_the_server_is_down(monitor: Monitor
     assert metrics["torch_eaas_server_up", "s1"] == 0
     assert metrics["torch_eaas_leases_expired_total",] == 1
     assert metrics["torch_eaas_members", "server"] == 0
+
+
+def test_a_heartbeats_answer_says_what_to_load_and_whether_to_wait(http: httpx.Client) -> None:
+    other = {"name": "s2", "instance": "0" * 15 + "2", "holdings": {}, "room": 6}
+    http.post("/join", json={**SERVER, "holdings": {"1": [0, 2], "2": [1]}})
+    http.post("/join", json={**SERVER, **other})
+    drained = http.post("/heartbeat", json={"instance": LIFE, "state": "draining"}).json()
+    assert (drained["load"], drained["pending"]) == ({}, 3)
+    asked = http.post("/heartbeat", json={"instance": other["instance"], "room": 6}).json()
+    assert (asked["load"], asked["pending"]) == ({"1": [0, 2], "2": [1]}, 0)
+    shown = http.get("/members").json()["servers"]
+    assert [(s["name"], s["room"], s["stuck"]) for s in shown] == [
+        ("s1", 0, False),
+        ("s2", 6, False),
+    ]
+    assert metrics_of(http)["torch_eaas_server_stuck", "s1"] == 0

@@ -97,3 +97,14 @@ def test_a_join_that_no_monitor_answers_is_an_error(calm: httpx.Client) -> None:
 def test_what_is_no_url_is_refused() -> None:
     with pytest.raises(ConfigError, match="http://HOST:PORT"):
         fetch_placement("localhost", SHORT)
+
+
+@pytest.mark.parametrize("load", [5, {"x": [1]}, {"1": 3}, {"1": ["x"]}], ids=str)
+def test_an_answer_that_asks_for_no_experts_is_no_monitors(
+    load: object, black_hole: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = {"status": "ok", "term": 1, "version": 1, "load": load}
+    monkeypatch.setattr(MonitorLink, "call", lambda *_: answer)
+    link = MonitorLink(black_hole, SHORT)
+    with link, pytest.raises(TransportError, match="/heartbeat is no monitor"):
+        link.report("/heartbeat", {})

@@ -9,6 +9,8 @@ from torch_eaas.errors import ConfigError
 from torch_eaas.monitor.announcement import Known, ModelInfo
 from torch_eaas.placement import Holdings
 
+BIG = ModelInfo(fingerprint="big", layers=(0,), num_experts=2)
+
 
 def test_a_fresh_cluster_has_a_placement_at_once() -> None:
     cluster = Cluster()
@@ -62,15 +64,98 @@ def test_a_lease_is_the_longest_silence(silent: float, lives: bool) -> None:
     assert [m.label for m in cluster.members.suspects] == ([] if lives else ["s1"])
 
 
-def test_who_expired_is_asked_to_join_and_comes_back() -> None:
+def test_the_last_holder_becomes_suspect_when_its_lease_ends_and_its_return_heals_that() -> None:
     cluster = Cluster()
     cluster.join(server("s1", 1))
     cluster.pass_time(6)
-    assert (cluster.names, cluster.order) == ([], (1, 2))
+    assert (cluster.states, cluster.order) == ({"s1": "suspect"}, (1, 2))
+    assert not cluster.members.ready
     assert cluster.beat(1) == "unknown"
     cluster.join(server("s1", 1), Known(1, 2, MONITOR))
-    assert (cluster.names, cluster.order) == (["s1"], (1, 3))
+    assert (cluster.states, cluster.order) == ({"s1": "serving"}, (1, 3))
     assert cluster.members.suspects == []
+    assert cluster.members.ready
+
+
+@pytest.mark.parametrize(
+    ("held", "states"),
+    [
+        (ALL, {"s2": "serving"}),
+        ({1: (0,), 2: (1,)}, {"s2": "serving"}),
+        ({}, {"s1": "suspect", "s2": "serving"}),
+        ({1: (1,), 2: (1,)}, {"s1": "suspect", "s2": "serving"}),
+    ],
+    ids=["all", "the same", "nothing", "a part"],
+)
+def test_a_suspect_stays_while_it_holds_what_no_other_does(
+    held: Holdings, states: dict[str, str]
+) -> None:
+    cluster = Cluster()
+    cluster.join(server("s1", 1, {1: (0,), 2: (1,)}))
+    cluster.join(server("s2", 2, held))
+    cluster.pass_time(6, beating=(2,))
+    assert cluster.states == states
+
+
+def test_a_suspect_comes_back_into_the_placement_when_the_other_holder_falls_silent_too() -> None:
+    cluster = Cluster()
+    cluster.join(server("s1", 1))
+    cluster.join(server("s2", 2))
+    cluster.pass_time(6, beating=(2,))
+    assert cluster.states == {"s2": "serving"}
+    cluster.pass_time(6)
+    assert cluster.states == {"s1": "suspect", "s2": "suspect"}
+
+
+def test_a_suspect_stays_beside_a_holder_that_drains() -> None:
+    cluster = Cluster()
+    cluster.join(server("s1", 1))
+    cluster.join(server("s2", 2))
+    cluster.beat(2, state="draining")
+    for _ in range(12):
+        cluster.pass_time(0.5)
+        cluster.beat(2, state="draining")
+    assert cluster.states == {"s1": "suspect", "s2": "draining"}
+    assert cluster.members.ready
+
+
+@pytest.mark.parametrize(("silent", "states"), [(50.0, {"s1": "suspect"}), (50.5, {})])
+def test_a_suspect_is_gone_after_ten_leases(silent: float, states: dict[str, str]) -> None:
+    cluster = Cluster()
+    cluster.join(server("s1", 1))
+    cluster.pass_time(silent)
+    assert cluster.states == states
+
+
+def test_a_suspect_is_gone_when_it_leaves_or_another_life_has_come() -> None:
+    cluster = Cluster()
+    cluster.join(server("s1", 1))
+    cluster.join(server("s2", 2, {1: (0,)}))
+    cluster.pass_time(6)
+    assert cluster.states == {"s1": "suspect", "s2": "suspect"}
+    assert cluster.leave(2)
+    assert cluster.states == {"s1": "suspect"}
+    cluster.join(server("s1", 3, {}))
+    assert cluster.states == {"s1": "serving"}
+    cluster.leave(3)
+    assert cluster.states == {}, "the old life is gone, though its name is free again"
+
+
+def test_of_two_lives_that_fell_silent_the_newer_one_is_suspect() -> None:
+    cluster = Cluster()
+    cluster.join(server("s1", 1, address="unix:@a"))
+    cluster.pass_time(6)
+    cluster.join(server("s1", 2, address="unix:@b"))
+    cluster.pass_time(6)
+    assert [s.address for s in cluster.members.placement.servers] == ["unix:@b"]
+
+
+def test_a_suspect_of_another_model_is_no_longer_placed() -> None:
+    cluster = Cluster()
+    cluster.join(server("s1", 1))
+    cluster.pass_time(6)
+    cluster.join(server("s2", 2, {0: (0,)}, model=BIG))
+    assert cluster.states == {"s2": "serving"}
 
 
 def test_a_new_life_takes_the_place_of_the_old_one_at_once() -> None:
@@ -145,6 +230,19 @@ def test_waking_from_a_suspension_declares_nobody_dead() -> None:
     assert cluster.names == ["s2"]
 
 
+def test_a_suspension_of_the_monitor_counts_for_no_suspect_either() -> None:
+    cluster = Cluster(start=0)
+    cluster.join(server("s1", 1))
+    cluster.pass_time(6)
+    cluster.now += 1000
+    cluster.members.tick(cluster.now)
+    assert cluster.states == {"s1": "suspect"}
+    cluster.pass_time(44)
+    assert cluster.states == {"s1": "suspect"}
+    cluster.pass_time(1)
+    assert cluster.states == {}
+
+
 def test_a_heartbeat_that_arrives_before_the_first_tick_gets_no_longer_lease() -> None:
     cluster = Cluster(start=0)
     cluster.join(server("s1", 1))
@@ -152,9 +250,9 @@ def test_a_heartbeat_that_arrives_before_the_first_tick_gets_no_longer_lease() -
     assert cluster.beat(1) == "ok"
     cluster.members.tick(cluster.now)
     cluster.pass_time(LEASE)
-    assert cluster.names == ["s1"]
+    assert cluster.states == {"s1": "serving"}
     cluster.pass_time(0.5)
-    assert cluster.names == []
+    assert cluster.states == {"s1": "suspect"}
 
 
 @pytest.mark.parametrize(
@@ -175,10 +273,9 @@ def test_a_server_of_another_model_is_refused(model: ModelInfo, text: str) -> No
 
 
 def test_the_model_may_change_when_no_other_live_server_serves_it() -> None:
-    big = ModelInfo(fingerprint="big", layers=(0,), num_experts=2)
     cluster = Cluster()
     cluster.join(server("s1", 1))
-    cluster.join(server("s1", 2, {0: (0,)}, model=big))
+    cluster.join(server("s1", 2, {0: (0,)}, model=BIG))
     assert cluster.members.missing() == [(0, 1)]
     cluster.leave(2)
     cluster.join(server("s3", 3))
@@ -251,6 +348,20 @@ def test_progress_that_stands_still_is_seen_though_heartbeats_come() -> None:
     assert (member.seen_at, member.progress_at) == (3.0, 1.0)
 
 
+def test_a_server_whose_progress_stands_still_for_a_lease_is_stuck_until_it_moves() -> None:
+    cluster = Cluster()
+    cluster.join(server("s1", 1))
+    cluster.pass_time(5, beating=(1,))
+    assert not cluster.members.servers[0].stuck
+    cluster.pass_time(2, beating=(1,))
+    assert cluster.members.servers[0].stuck
+    assert cluster.kinds.count("stuck") == 1
+    cluster.beat(1, progress=1)
+    cluster.pass_time(0.5, beating=())
+    assert not cluster.members.servers[0].stuck
+    assert cluster.states == {"s1": "serving"}, "who is slow is not dead"
+
+
 def test_a_leave_of_a_stranger_changes_nothing() -> None:
     cluster = Cluster()
     cluster.join(server("s1", 1))
@@ -291,6 +402,9 @@ def test_placements_only_grow_and_show_the_live_servers(seed: int) -> None:
             cluster.now += 20
         if not cluster.members.waiting and cluster.order > (0, 0):
             live = [m.announcement.server_info() for m in cluster.members.servers]
-            assert list(cluster.members.placement.servers) == live
+            placed = cluster.members.placement.servers
+            assert [s for s in placed if s.state != "suspect"] == live
+            silent = {m.announcement.instance for m in cluster.members.suspects}
+            assert {s.instance for s in placed if s.state == "suspect"} <= silent
         orders.append(cluster.order)
     assert orders == sorted(orders)

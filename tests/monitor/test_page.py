@@ -58,10 +58,10 @@ def test_the_page_shows_servers_clients_and_events() -> None:
     cluster.join(server("s2", 2, {1: (0,)}))
     cluster.join(client("c1", 3, counters={"dispatches": 7}))
     cluster.pass_time(1.5)
-    cluster.beat(1, state="draining", counters={"requests": 12})
+    cluster.beat(1, state="draining", room=4, counters={"requests": 12})
     rows = parsed(page_of(cluster)).rows
-    assert ["s1", "draining", "6", "0.0 s", "12", "0.0", "unix:@s1"] in rows
-    assert ["s2", "serving", "1", "1.5 s", "-", "0.0", "unix:@s2"] in rows
+    assert ["s1", "draining", "6", "4", "0.0 s", "1.5 s", "12", "0.0", "unix:@s1"] in rows
+    assert ["s2", "serving", "1", "0", "1.5 s", "1.5 s", "-", "0.0", "unix:@s2"] in rows
     assert ["c1", "1.5 s", "7", "0.0"] in rows
     assert ["1.5 s", "join", "client c1 joins"] in rows
 
@@ -88,7 +88,16 @@ def test_a_server_whose_lease_expired_is_shown_as_suspect() -> None:
     cluster = Cluster()
     cluster.join(server("s1", 1))
     cluster.pass_time(6)
-    assert ["s1", "suspect", "6", "6.0 s", "-", "0.0", "unix:@s1"] in parsed(page_of(cluster)).rows
+    row = ["s1", "suspect", "6", "0", "6.0 s", "6.0 s", "-", "0.0", "unix:@s1"]
+    assert row in parsed(page_of(cluster)).rows
+
+
+def test_a_server_that_lives_and_does_nothing_is_shown_as_stuck() -> None:
+    cluster = Cluster()
+    cluster.join(server("s1", 1))
+    cluster.pass_time(7, beating=(1,))
+    row = ["s1", "stuck", "6", "0", "0.0 s", "7.0 s", "-", "0.0", "unix:@s1"]
+    assert row in parsed(page_of(cluster)).rows
 
 
 def test_the_page_of_an_empty_cluster_says_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -67,6 +68,8 @@ def demonstrate(options: DemoOptions, cluster: Cluster) -> int:
         remote, local = load_client(checkpoint.path, client), load_local(checkpoint.path)
         findings = Findings(settings=_settings(options, cluster.config), servers=cluster.ready())
         client.wait_ready(shape.moe_layers, shape.num_experts)
+        # what is alive now stays so: a full collection would only stop the client to find that out
+        gc.freeze()
         stage = _Stage(options, text, findings)
         stage.introduce(cluster)
         stage.write_remote(remote, client, cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -86,6 +87,8 @@ def generate(options: GenerateOptions) -> int:
     with Client(config, servers=options.servers, monitor=options.monitor) as client:
         model = load_client(options.checkpoint, client, dtype=TORCH_DTYPES[options.dtype])
         client.wait_ready(shape.moe_layers, shape.num_experts, options.wait)
+        # what is alive now stays so: a full collection would only stop the client to find that out
+        gc.freeze()
         printer, decoder = Printer(options.prefix), text.decoder()
         printer.write(options.prompt)
         _, marks = decode(

@@ -29,6 +29,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="IDS",
         help="serve these experts of every layer, like 0-7,12",
     )
+    which.add_argument(
+        "--standby",
+        action="store_true",
+        help="serve nothing at first; load what the monitor asks for when others fail",
+    )
+    parser.add_argument(
+        "--room",
+        type=arguments.count,
+        metavar="N",
+        help="most experts to load beside its own when the monitor asks (none; with --standby all)",
+    )
     parser.add_argument(
         "--copies",
         type=arguments.count,
@@ -63,6 +74,10 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
     index, count = args.share
     if args.experts is not None and args.copies != 1:
         parser.error("--copies goes with --share, not with --experts")
+    if (args.standby or args.room) and args.monitor is None:
+        parser.error("--standby and --room need --monitor, which says what to load")
+    if args.standby and args.copies != 1:
+        parser.error("--copies goes with --share, not with --standby")
     if args.experts is None and args.copies > count:
         parser.error(f"--copies must be at most the number of servers ({count}), got {args.copies}")
     set_threads(args.threads)
@@ -75,7 +90,8 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             monitor=args.monitor,
             share=args.share,
             copies=args.copies,
-            experts=args.experts,
+            experts=() if args.standby else args.experts,
+            room=args.room,
             storage=args.storage,
             name=args.name or f"server-{index if count > 1 else os.getpid()}",
             address=args.address,
@@ -91,8 +107,9 @@ VERB = Verb(
     summary="serve some of a checkpoint's experts",
     description=(
         "Serve some of a checkpoint's experts; of the checkpoint only their bytes are read. One "
-        "line of JSON on stdout says when clients may come. SIGTERM or SIGINT drains: clients go "
-        "to other holders first. A second one ends it at once."
+        "line of JSON on stdout says when clients may come. SIGTERM or SIGINT drains: what only "
+        "this server holds is loaded elsewhere if there is room, and clients go to other holders "
+        "first. A second one ends it at once."
     ),
     add_arguments=add_arguments,
     run=run,

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,14 +16,15 @@ import torch
 
 from torch_eaas.access import Access
 from torch_eaas.config import ServerConfig, Storage
-from torch_eaas.errors import ConfigError
+from torch_eaas.errors import CheckpointError, ConfigError
 from torch_eaas.experts import ExpertPool
 from torch_eaas.models.checkpoint import SCALE_SUFFIX, Checkpoint
 from torch_eaas.models.family import MoeShape
 from torch_eaas.models.moe import find_family, read_experts, read_shape
 from torch_eaas.monitor.announcement import ModelInfo
-from torch_eaas.placement import Holdings, share
+from torch_eaas.placement import Holdings, holdings_from, share
 from torch_eaas.server import ExpertServer
+from torch_eaas.server_loading import Load
 
 _READ_TOGETHER = 16
 """Experts that are in memory twice while they are read: as stored, and as the pool keeps them."""
@@ -46,7 +47,10 @@ class ServeOptions:
     """Servers that hold each expert."""
 
     experts: tuple[int, ...] | None
-    """The experts of every layer, instead of a share."""
+    """The experts of every layer, instead of a share; empty for a standby."""
+
+    room: int | None
+    """Most experts to load when the monitor asks; None: all for a standby, else none."""
 
     storage: Storage
     """How weights are kept."""
@@ -74,7 +78,8 @@ def serve(options: ServeOptions) -> int:
     with Checkpoint(options.checkpoint) as checkpoint:
         shape = read_shape(checkpoint)
         holdings = _holdings(options, shape)
-        pool = _read_pool(checkpoint, shape, holdings, options.storage)
+        pool = ExpertPool(shape.hidden_size, shape.intermediate_size, storage=options.storage)
+        _read_into(pool, checkpoint, holdings, options.storage)
         told = {
             "bytes_read": checkpoint.bytes_read,
             "bytes_held": sum(_sizes(checkpoint, holdings)),
@@ -89,6 +94,7 @@ def serve(options: ServeOptions) -> int:
             name=options.name,
             address=options.address,
             max_rows=options.max_rows,
+            room=_room(options, shape),
             fingerprint=fingerprint,
             access=options.access,
         ),
@@ -96,6 +102,7 @@ def serve(options: ServeOptions) -> int:
         model=ModelInfo(
             fingerprint=fingerprint, layers=shape.moe_layers, num_experts=shape.num_experts
         ),
+        load=_loader(options, shape, pool),
     )
     _drain_on_signals(server)
     # what is alive now stays so: a full collection would only stop the server to find that out
@@ -109,6 +116,8 @@ def _holdings(options: ServeOptions, shape: MoeShape) -> Holdings:
     if options.experts is None:
         index, count = options.share
         return share(shape.moe_layers, shape.num_experts, index, count, copies=options.copies)
+    if not options.experts:
+        return {}
     if options.experts[-1] >= shape.num_experts:
         raise ConfigError(
             f"the checkpoint's layers have experts 0 to {shape.num_experts - 1}, "
@@ -117,16 +126,36 @@ def _holdings(options: ServeOptions, shape: MoeShape) -> Holdings:
     return dict.fromkeys(shape.moe_layers, options.experts)
 
 
-def _read_pool(
-    checkpoint: Checkpoint, shape: MoeShape, holdings: Holdings, storage: Storage
-) -> ExpertPool:
-    pool = ExpertPool(shape.hidden_size, shape.intermediate_size, storage=storage)
+def _room(options: ServeOptions, shape: MoeShape) -> int:
+    if options.room is not None:
+        return options.room
+    is_standby = options.experts == ()
+    return len(shape.moe_layers) * shape.num_experts if is_standby else 0
+
+
+def _loader(options: ServeOptions, shape: MoeShape, pool: ExpertPool) -> Load:
+    def load(experts: Sequence[tuple[int, int]]) -> None:
+        # opened anew: no file is kept open for a load that may never come
+        with Checkpoint(options.checkpoint) as checkpoint:
+            now = read_shape(checkpoint).fingerprint
+            if now != shape.fingerprint:
+                raise CheckpointError(
+                    f"{options.checkpoint}: is now model {now}, this server serves "
+                    f"{shape.fingerprint}; start a server of the new one"
+                )
+            _read_into(pool, checkpoint, holdings_from(experts), options.storage)
+
+    return load
+
+
+def _read_into(
+    pool: ExpertPool, checkpoint: Checkpoint, holdings: Holdings, storage: Storage
+) -> None:
     for layer, experts in holdings.items():
         for at in range(0, len(experts), _READ_TOGETHER):
             some = experts[at : at + _READ_TOGETHER]
             read = read_experts(checkpoint, layer, some, storage=storage)
             pool.update({(layer, expert): weights for expert, weights in read})
-    return pool
 
 
 def _sizes(checkpoint: Checkpoint, holdings: Holdings) -> Iterator[int]:

@@ -58,6 +58,8 @@ class MonitorAgent:
             must be quick: heartbeats wait for it.
         on_placement: Takes each placement that is newer than all before; quick too. Called in the
             agent's thread or in one that calls ``refresh`` or ``offer``, one call at a time.
+        on_reply: Takes each answer to a join or heartbeat, after the placement that it names has
+            been delivered; quick too, and called in the agent's thread.
         timeout: Bounds each phase of a call to the monitor.
         access: The token to show, and what verifies the monitor's certificate.
 
@@ -71,11 +73,13 @@ class MonitorAgent:
         announce: Callable[[], Announcement],
         on_placement: Callable[[Placement], None],
         *,
+        on_reply: Callable[[Reply], None] | None = None,
         timeout: timedelta = timedelta(seconds=1),
         access: Access = OPEN,
     ) -> None:
         self.url = url
         self._announce = announce
+        self._on_reply = on_reply
         self._on_placement = on_placement
         self._link = MonitorLink(url, timeout, access)
         self._known = Known()
@@ -87,6 +91,7 @@ class MonitorAgent:
         self._session: _Session | None = None
         # a life that another one has replaced never pushes that one out again
         self._displaced = False
+        self._leaves = True
         self._lease = LEASE.total_seconds()
         self._retry = _FIRST_RETRY
         self._trouble = ""
@@ -98,6 +103,11 @@ class MonitorAgent:
     def known(self) -> Known:
         """The newest placement delivered: its term, its version, and the monitor it came from."""
         return self._known
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the monitor did not answer, or refused, the last time it was called."""
+        return bool(self._trouble)
 
     def notify(self) -> None:
         """Report now rather than at the next heartbeat, since what is announced has changed."""
@@ -131,10 +141,15 @@ class MonitorAgent:
         """
         return self._is_here() and self._deliver(placement, 0, _DELIVERY_SECONDS)
 
-    def close(self) -> None:
-        """Leave the cluster and stop, within a second; safe twice."""
+    def close(self, *, leave: bool = True) -> None:
+        """Stop, within a second; safe twice.
+
+        Args:
+            leave: Whether to leave the cluster; else the monitor finds out when the lease ends.
+        """
         if not self._is_here():
             return
+        self._leaves = leave
         self._stopping.set()
         self._wake.set()
         if threading.current_thread() is not self._thread:
@@ -202,6 +217,8 @@ class MonitorAgent:
             session, reply = self._join(said)
         if reply.order > self._known.order:
             self._deliver(*self._link.placement(), _DELIVERY_SECONDS)
+        if self._on_reply is not None:
+            self._on_reply(reply)
         if self._trouble:
             logger.warning("the monitor %s knows %s again", self.url, said.name)
             self._trouble = ""
@@ -229,7 +246,7 @@ class MonitorAgent:
         return reply
 
     def _leave(self) -> None:
-        if self._session is None:
+        if self._session is None or not self._leaves:
             return
         body = {"instance": instance_text(self._session.instance)}
         try:

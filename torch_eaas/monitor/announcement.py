@@ -21,6 +21,9 @@ Status = Literal["ok", "unknown", "gone"]
 MAX_COUNTERS = 64
 """Most counters that a member reports."""
 
+MAX_TROUBLE = 256
+"""Most characters of a trouble's text."""
+
 COUNTER_PATTERN = "^[a-z][a-z0-9_]{0,62}$"
 """Names of counters; they become names of metrics."""
 
@@ -122,6 +125,12 @@ class Announcement:
     state: ServerState = "serving"
     """A draining server is asked only while nobody else holds an expert."""
 
+    room: int = 0
+    """How many more experts a server would load if it were asked."""
+
+    trouble: str = ""
+    """Why it could not load what it was asked to; empty while it can."""
+
     progress: int = 0
     """Iterations of the serving loop; tells a busy member from one that hangs."""
 
@@ -131,6 +140,7 @@ class Announcement:
     def __post_init__(self) -> None:
         check_choice("role", self.role, Role)
         check_choice("state", self.state, ServerState)
+        check_at_least("room", self.room, 0)
         if not self.name:
             raise ConfigError("name must not be empty")
         if not 0 < self.instance < 1 << 64:
@@ -174,6 +184,8 @@ class Announcement:
         return {
             "instance": instance_text(self.instance),
             "state": self.state,
+            "room": self.room,
+            "trouble": self.trouble[:MAX_TROUBLE],
             "progress": self.progress,
             "counters": clean_counters(self.counters),
         }
@@ -185,6 +197,8 @@ class Heartbeat:
 
     instance: int
     state: ServerState = "serving"
+    room: int = 0
+    trouble: str = ""
     progress: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
     known: Known = Known()

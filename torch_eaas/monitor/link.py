@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from torch_eaas.errors import (
     TransportError,
 )
 from torch_eaas.monitor.tls import verifier
-from torch_eaas.placement import Placement
+from torch_eaas.placement import Holdings, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,12 @@ class Reply:
 
     lease: float
     """Seconds that a member may be silent; told at the join only."""
+
+    load: Holdings = field(default_factory=dict)
+    """What the member is asked to load, repeated until it holds that."""
+
+    pending: int = 0
+    """Experts of a draining server for which another holder is to be expected."""
 
 
 class MonitorLink:
@@ -77,8 +83,13 @@ class MonitorLink:
                 order=(int(data["term"]), int(data["version"])),
                 heartbeat=float(data.get("heartbeat", HEARTBEAT.total_seconds())),
                 lease=float(data.get("lease", LEASE.total_seconds())),
+                load={
+                    int(layer): tuple(int(expert) for expert in ids)
+                    for layer, ids in data.get("load", {}).items()
+                },
+                pending=int(data.get("pending", 0)),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TransportError(f"{self.url}{path} is no monitor: {error!r}") from error
 
     def placement(self, timeout: timedelta | None = None) -> tuple[Placement, int]:

@@ -9,9 +9,13 @@ from torch_eaas.errors import ConfigError
 from torch_eaas.monitor.announcement import Announcement, Heartbeat, Known, ModelInfo, Status
 from torch_eaas.monitor.checks import check_holdings, check_same_model
 from torch_eaas.monitor.events import EventLog
+from torch_eaas.monitor.recovery import Recovery
 from torch_eaas.monitor.roster import Member, Roster
 from torch_eaas.monitor.terms import Terms
-from torch_eaas.placement import Placement
+from torch_eaas.placement import Holdings, Placement, pairs_of
+
+_GONE_AFTER = 10
+"""Leases of silence after which a suspect counts as gone."""
 
 
 class Members:
@@ -37,9 +41,10 @@ class Members:
         self._terms = Terms(instance, self._lease, now)
         self._roster = Roster()
         self._last = now
-        # what the live servers hold, published or not
+        # what the live servers and the suspects hold, published or not
         self._composed = Placement()
-        self._missing: list[tuple[int, int]] | None = None
+        self._missing: list[tuple[int, int]] = []
+        self._recovery = Recovery(config)
 
     @property
     def tick_seconds(self) -> float:
@@ -68,11 +73,20 @@ class Members:
 
     def missing(self) -> list[tuple[int, int]]:
         """Return the (layer, expert) pairs of the model that no live server holds."""
-        if self.model is None:
-            return []
-        if self._missing is None:
-            self._missing = self._composed.missing(self.model.layers, self.model.num_experts)
         return list(self._missing)
+
+    def asked_of(self, instance: int) -> Holdings:
+        """Return what a server is asked to load; the same until it holds that."""
+        return self._recovery.asked_of(instance)
+
+    def pending(self, instance: int) -> int:
+        """Return for how many experts of a draining server another holder is to be expected."""
+        member = self._roster.live.get(instance)
+        if member is None or member.announcement.state != "draining":
+            return 0
+        # a monitor that has just come back knows too little to let anybody go
+        held = member.announcement.num_held
+        return held if self.waiting else self._recovery.pending(member)
 
     @property
     def not_ready(self) -> str:
@@ -141,6 +155,7 @@ class Members:
         new = replace(
             old,
             state=beat.state,
+            room=beat.room,
             progress=beat.progress,
             counters=beat.counters,
             holdings=old.holdings if beat.holdings is None else beat.holdings,
@@ -148,6 +163,9 @@ class Members:
         if beat.holdings is not None and new.role == "server":
             check_holdings(new)
         member.announcement = new
+        if beat.trouble:
+            self._note("trouble", f"{member} could not load: {beat.trouble}", now)
+            self._recovery.refuse(beat.instance, now)
         changed = new.state != old.state or new.holdings != old.holdings
         if changed:
             self._note("change", f"{member} is {new.state}, experts held: {new.num_held}", now)
@@ -155,23 +173,41 @@ class Members:
         return "ok"
 
     def leave(self, instance: int, now: float) -> bool:
-        """Take a member out at its own wish; return whether it was a live one."""
+        """Take a member out at its own wish; return whether it was there."""
         self._advance(now)
         member = self._roster.forget(instance)
         if member is not None:
+            self._recovery.forget(instance)
             self._note("leave", f"{member} leaves", now)
         self._publish(now, changed=member is not None)
         return member is not None
 
     def tick(self, now: float) -> None:
-        """Take out members whose lease has passed; to be called every ``tick_seconds``."""
+        """Suspect members whose lease has passed; to be called every ``tick_seconds``.
+
+        A suspect server stays in the placement while it holds what no other live server does: a
+        client may still reach it. After ``_GONE_AFTER`` leases it counts as gone.
+        """
         self._advance(now)
         expired = [member for member in self._roster.live.values() if member.deadline < now]
         for member in expired:
             self.leases_expired += 1
             self._roster.retire(member)
             self._note("expire", f"{member} was silent for {now - member.seen_at:.1f} s", now)
-        self._publish(now, changed=bool(expired))
+        lost = [m for m in self._roster.hopes if now > m.deadline + (_GONE_AFTER - 1) * self._lease]
+        for member in lost:
+            member.gone = True
+            self._recovery.forget(member.announcement.instance)
+        self._watch(now)
+        self._publish(now, changed=bool(expired or lost))
+
+    def _watch(self, now: float) -> None:
+        """Note the servers whose heartbeats come while their serving loop stands still."""
+        for member in self.servers:
+            stuck = now - member.progress_at > self._lease
+            if stuck and not member.stuck:
+                self._note("stuck", f"{member} is alive and makes no progress", now)
+            member.stuck = stuck
 
     def _advance(self, now: float) -> None:
         """Extend all leases by a time in which the monitor itself did not run."""
@@ -179,9 +215,11 @@ class Members:
         # well above a late tick, and less than what a lease has left after a missed heartbeat
         if gap <= 0.4 * self._lease:
             return
-        for member in self._roster.live.values():
+        for member in (*self._roster.live.values(), *self._roster.hopes):
             member.deadline += gap
+            member.progress_at += gap
         self._terms.extend(gap)
+        self._recovery.extend(gap)
         if self._roster.live:
             self._note("suspend", f"the monitor itself stood still for {gap:.1f} s", now)
 
@@ -196,13 +234,38 @@ class Members:
     def _publish(self, now: float, *, changed: bool) -> None:
         """Make a new placement if there is a reason to and nothing has to be waited for."""
         if changed:
-            self._composed = Placement(tuple(m.announcement.server_info() for m in self.servers))
-            self._missing = None
+            self._compose(now)
         resumed = self._terms.settle(now)
-        if self.waiting or not (resumed or changed):
+        if self.waiting:
+            return
+        self._plan(now)
+        if not (resumed or changed):
             return
         servers = self._composed.servers
         if resumed or self.placement.term == 0 or servers != self.placement.servers:
             term, version = self._terms.next()
             self.placement = Placement(servers, version, term)
             self._note("placement", f"placement {term}.{version}, servers: {len(servers)}", now)
+
+    def _plan(self, now: float) -> None:
+        """Ask servers with room for the experts that nobody holds who is going to stay."""
+        for kind, text in self._recovery.plan(self.servers, now):
+            self._note(kind, text, now)
+
+    def _compose(self, now: float) -> None:
+        """Put together what the live servers hold, and suspects that hold what no other does."""
+        live = Placement(tuple(m.announcement.server_info() for m in self.servers))
+        self._recovery.follow(self.model, live, now)
+        if self.model is None:
+            self._missing = []
+        else:
+            self._missing = live.missing(self.model.layers, self.model.num_experts)
+        uncovered = set(self._recovery.uncovered)
+        suspects = {
+            member.announcement.name: replace(member.announcement.server_info(), state="suspect")
+            for member in self._roster.hopes
+            if member.announcement.model == self.model
+            and not uncovered.isdisjoint(pairs_of(member.announcement.holdings))
+        }
+        servers = sorted((*live.servers, *suspects.values()), key=lambda server: server.name)
+        self._composed = Placement(tuple(servers))

@@ -38,10 +38,18 @@ class MembersCollector(Collector):
         for alive, group in ((1, members.servers), (0, members.suspects)):
             for name in {member.announcement.name: None for member in group}:
                 up.add_metric([name], alive)
+        stuck = GaugeMetricFamily(
+            "torch_eaas_server_stuck",
+            "1 for a live server that makes no progress.",
+            labels=["server"],
+        )
+        for member in members.servers:
+            stuck.add_metric([member.announcement.name], member.stuck)
         term, version = members.placement.order
         return [
             by_role,
             up,
+            stuck,
             CounterMetricFamily(
                 "torch_eaas_leases_expired", "Members that fell silent.", members.leases_expired
             ),

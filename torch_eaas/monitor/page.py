@@ -137,9 +137,15 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _servers(members: Mapping[str, Any]) -> str:
-    live = [_server_row(server, server["state"]) for server in members["servers"]]
+    live = [
+        _server_row(server, "stuck" if server["stuck"] else server["state"])
+        for server in members["servers"]
+    ]
     dead = [_server_row(server, "suspect") for server in members["suspects"]]
-    columns = ("Name", "State", "#Experts", "#Heartbeat", "#Requests", "Placement", "Address")
+    columns = (
+        "Name", "State", "#Experts", "#Room", "#Heartbeat", "#Progress", "#Requests", "Placement",
+        "Address",
+    )  # fmt: skip
     return _table(columns, live + dead, "No server has joined.")
 
 
@@ -149,7 +155,9 @@ def _server_row(server: Mapping[str, Any], state: str) -> list[str]:
         _name(server),
         f'<span class="{tone}">{escape(state)}</span>',
         str(server["experts"]),
+        str(server["room"]),
         _age(server["age"]),
+        _age(server["progress_age"]),
         _count(server, "requests"),
         _known(server),
         escape(server["address"]),

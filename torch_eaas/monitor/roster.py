@@ -24,6 +24,10 @@ class Member:
     """When its progress last changed."""
     deadline: float
     """When its lease ends."""
+    gone: bool = False
+    """Whether it is known to have ended: a suspect only fell silent."""
+    stuck: bool = False
+    """Whether its heartbeats come while its progress stands still."""
 
     def __str__(self) -> str:
         return f"{self.announcement.role} {self.label}"
@@ -47,6 +51,11 @@ class Roster:
         past = (m for m in self._past.values() if m.announcement.role == "server")
         return [m for m in past if self.rival(m.announcement) is None]
 
+    @property
+    def hopes(self) -> list[Member]:
+        """Suspects that may still serve: none of them has had another life since."""
+        return [m for m in self.suspects if not m.gone]
+
     def rival(self, announcement: Announcement) -> Member | None:
         """Return the live member, another instance, whose place an announcement would take.
 
@@ -69,6 +78,10 @@ class Roster:
     def add(self, announcement: Announcement, known: Known, now: float, deadline: float) -> Member:
         """Take in a member, or a new announcement of one that is there."""
         instance = announcement.instance
+        for past in self._past.values():
+            other = past.announcement
+            # a new life is the proof that the old one has ended
+            past.gone |= (other.role, other.name) == (announcement.role, announcement.name)
         old = self.live.pop(instance, None)
         self._past.pop(instance, None)
         label = old.label if old is not None else self._label(announcement)
@@ -85,9 +98,11 @@ class Roster:
             del self._past[next(iter(self._past))]
 
     def forget(self, instance: int) -> Member | None:
-        """Drop a member that leaves, and return it if it was live."""
-        self._past.pop(instance, None)
-        return self.live.pop(instance, None)
+        """Drop a member that leaves, and return it if it was live or only suspected."""
+        past = self._past.pop(instance, None)
+        if past is not None and past.gone:
+            return None
+        return self.live.pop(instance, past)
 
     def _label(self, announcement: Announcement) -> str:
         taken = any(m.label == announcement.name for m in self.live.values())

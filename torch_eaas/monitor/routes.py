@@ -10,7 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from torch_eaas.access import Gate
 from torch_eaas.errors import ConfigError
-from torch_eaas.monitor.announcement import Status, instance_text
+from torch_eaas.monitor.announcement import Status, holdings_json, instance_text
+from torch_eaas.monitor.members import Members
 from torch_eaas.monitor.metrics import new_registry
 from torch_eaas.monitor.page import CONTENT_SECURITY_POLICY, render_page
 from torch_eaas.monitor.schemas import HeartbeatBody, JoinBody, LeaveBody
@@ -25,11 +26,6 @@ def member_routes(service: Service) -> APIRouter:
     router = APIRouter()
     config = service.members.config
 
-    def reply(status: Status) -> dict[str, Any]:
-        term, version = service.members.placement.order
-        monitor = instance_text(service.members.instance)
-        return {"status": status, "monitor": monitor, "term": term, "version": version}
-
     @router.post("/join")
     async def join(body: JoinBody) -> dict[str, Any]:
         try:
@@ -37,7 +33,7 @@ def member_routes(service: Service) -> APIRouter:
         except ConfigError as error:
             raise HTTPException(409, str(error)) from error
         return {
-            **reply("ok"),
+            **_reply(service.members, "ok", body.instance),
             "heartbeat": config.heartbeat.total_seconds(),
             "lease": config.lease.total_seconds(),
         }
@@ -48,13 +44,27 @@ def member_routes(service: Service) -> APIRouter:
             status = service.heartbeat(body.value())
         except ConfigError as error:
             raise HTTPException(409, str(error)) from error
-        return reply(status)
+        return _reply(service.members, status, body.instance)
 
     @router.post("/leave")
     async def leave(body: LeaveBody) -> dict[str, bool]:
         return {"left": service.leave(int(body.instance, 16))}
 
     return router
+
+
+def _reply(members: Members, status: Status, instance: str) -> dict[str, Any]:
+    """Return what every join and heartbeat is answered with."""
+    life = int(instance, 16)
+    term, version = members.placement.order
+    return {
+        "status": status,
+        "monitor": instance_text(members.instance),
+        "term": term,
+        "version": version,
+        "load": holdings_json(members.asked_of(life)),
+        "pending": members.pending(life),
+    }
 
 
 def view_routes(service: Service) -> APIRouter:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from torch_eaas.monitor.announcement import (
     COUNTER_PATTERN,
     MAX_COUNTERS,
+    MAX_TROUBLE,
     Announcement,
     Heartbeat,
     Known,
@@ -23,6 +24,7 @@ MAX_BODY_BYTES = 1 << 20
 InstanceText = Annotated[str, StringConstraints(pattern="^[0-9a-f]{16}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,128}$")]
 Address = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{0,512}$")]
+Trouble = Annotated[str, StringConstraints(max_length=MAX_TROUBLE)]
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Index = Annotated[int, Field(ge=0, lt=1 << 16)]
 HoldingsBody = Annotated[
@@ -72,6 +74,8 @@ class HeartbeatBody(_Body):
 
     instance: InstanceText
     state: ServerState = "serving"
+    room: Count = 0
+    trouble: Trouble = ""
     progress: Count = 0
     counters: Counters = {}
     known: KnownBody = KnownBody()
@@ -82,6 +86,8 @@ class HeartbeatBody(_Body):
         return Heartbeat(
             instance=int(self.instance, 16),
             state=self.state,
+            room=self.room,
+            trouble=self.trouble,
             progress=self.progress,
             counters=self.counters,
             known=self.known.value(),
@@ -99,6 +105,8 @@ class JoinBody(_Body):
     model: ModelBody | None = None
     holdings: HoldingsBody = {}
     state: ServerState = "serving"
+    room: Count = 0
+    trouble: Trouble = ""
     progress: Count = 0
     counters: Counters = {}
     known: KnownBody = KnownBody()
@@ -114,6 +122,8 @@ class JoinBody(_Body):
             holdings=_holdings(self.holdings),
             model=self.model.value() if self.model is not None else None,
             state=self.state,
+            room=self.room,
+            trouble=self.trouble,
             progress=self.progress,
             counters=self.counters,
         )

@@ -6,7 +6,7 @@ Shape legend: T tokens, K experts per token, D hidden, I intermediate.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Self
@@ -18,10 +18,12 @@ from typing_extensions import override
 from torch_eaas.client import Client
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.transport import Transport
-from torch_eaas.config import ClientConfig, ServerConfig, Storage
+from torch_eaas.config import ClientConfig, MonitorConfig, ServerConfig, Storage
 from torch_eaas.errors import ConfigError
 from torch_eaas.experts import ExpertPool, ExpertWeights, GroupTable
-from torch_eaas.placement import Holdings, share
+from torch_eaas.monitor.announcement import ModelInfo
+from torch_eaas.monitor.app import serve_in_background
+from torch_eaas.placement import Holdings, pairs_of, share
 from torch_eaas.server import ExpertServer
 from torch_eaas.server_batch import Experts
 from torch_eaas.testing.faults import FaultPlan
@@ -131,6 +133,8 @@ class LocalCluster:
         storage: How they keep the weights.
         transport: How clients reach them; the default is loopback.
         plan: What is to go wrong.
+        standbys: Servers that hold nothing at first and load what the monitor asks for.
+        monitor: Run a monitor in the cluster, with these options; standbys need one.
 
     Example::
 
@@ -150,7 +154,11 @@ class LocalCluster:
         storage: Storage = "fp32",
         transport: Transport | None = None,
         plan: FaultPlan | None = None,
+        standbys: int = 0,
+        monitor: MonitorConfig | None = None,
     ) -> None:
+        if standbys and monitor is None:
+            raise ConfigError("standbys load what a monitor asks for; give monitor=MonitorConfig()")
         self.transport = transport or LoopbackTransport()
         self._plan = plan
         self.layers = sorted({layer for layer, _ in weights})
@@ -158,9 +166,18 @@ class LocalCluster:
         self.intermediate_size, self.hidden_size = next(iter(weights.values())).gate_ID.shape
         self._stack = ExitStack()
         self._killed: set[int] = set()
-        self.servers = [
-            self._server(weights, index, servers, copies, storage) for index in range(servers)
+        self._weights, self._storage = weights, storage
+        self.monitor_url: str | None = None
+        """The monitor's URL, if one runs."""
+        if monitor is not None:
+            self.monitor_url = self._stack.enter_context(serve_in_background(monitor)).url
+        held: list[Holdings] = [
+            share(self.layers, self.num_experts, index, servers, copies=copies)
+            for index in range(servers)
         ]
+        # the standbys come last, so that indices mean what they mean without them
+        held += [{}] * standbys
+        self.servers = [self._server(i, holdings) for i, holdings in enumerate(held)]
 
     def client(self, *, top_k: int, **options: Any) -> Client:
         """Return a client with a pair to every live server; it closes with the cluster.
@@ -171,7 +188,11 @@ class LocalCluster:
         """
         config = ClientConfig(hidden_size=self.hidden_size, top_k=top_k, **options)
         addresses = [s.address for i, s in enumerate(self.servers) if i not in self._killed]
-        client = Client(config, servers=addresses, transport=self.transport)
+        if self.monitor_url is not None:
+            addresses = []
+        client = Client(
+            config, servers=addresses, monitor=self.monitor_url, transport=self.transport
+        )
         self._stack.enter_context(client)
         client.wait_ready(self.layers, self.num_experts)
         return client
@@ -184,6 +205,9 @@ class LocalCluster:
         if index not in self._killed:
             self._killed.add(index)
             server = self.servers[index]
+            if server._agent is not None:
+                # the dead do not say that they leave: the monitor has to wait for the lease
+                server._agent.close(leave=False)
             # the pairs end before the loop does, so that it finds nobody left to answer
             server._listener.close()
             server.close()
@@ -200,13 +224,24 @@ class LocalCluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _server(
-        self, weights: Weights, index: int, count: int, copies: int, storage: Storage
-    ) -> ExpertServer:
-        pool = ExpertPool(self.hidden_size, self.intermediate_size, storage=storage)
-        held = share(self.layers, self.num_experts, index, count, copies=copies)
-        pool.update({(layer, e): weights[layer, e] for layer, ids in held.items() for e in ids})
-        server = ExpertServer(pool, ServerConfig(name=f"server-{index}"), transport=self.transport)
+    def _server(self, index: int, holdings: Holdings) -> ExpertServer:
+        pool = ExpertPool(self.hidden_size, self.intermediate_size, storage=self._storage)
+
+        def load(pairs: Iterable[tuple[int, int]]) -> None:
+            pool.update({pair: self._weights[pair] for pair in pairs})
+
+        load(pairs_of(holdings))
+        room = 0 if holdings else len(self._weights)
+        server = ExpertServer(
+            pool,
+            ServerConfig(name=f"server-{index}", room=room),
+            transport=self.transport,
+            monitor=self.monitor_url,
+            model=ModelInfo(
+                fingerprint="", layers=tuple(self.layers), num_experts=self.num_experts
+            ),
+            load=load,
+        )
         self._stack.enter_context(server)
         if self._plan is not None:
             self._plan.attach(server, index)
