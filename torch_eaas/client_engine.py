@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch_eaas.client_calls import Call, Sent, Share
 from torch_eaas.client_failover import Failover
 from torch_eaas.client_pairs import Connection
 from torch_eaas.client_pieces import split
+from torch_eaas.comm.quiet import Quiet
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
 from torch_eaas.connections import Connections
@@ -25,11 +26,9 @@ from torch_eaas.routing import LayerRoutes
 SLICE_S = 0.002
 """How long a wait looks only at words before it looks at clocks and control sockets again."""
 
-QUIET_SHARE = 0.8
 LONGEST_QUIET_S = 0.02
-DRIFT = 1.05
-"""An answer is not looked for before this share of the quickest one of lately, for batches of like
-size. The quickest is forgotten by this factor a call, so that it follows what changes."""
+"""A client sleeps through the quickest answer of lately, to batches of like size, before it looks
+for one, but not for longer: deadlines and control sockets wait meanwhile."""
 
 
 class CallEngine:
@@ -65,7 +64,7 @@ class CallEngine:
             config, connections, self._budget, counters=counters, post=self._post
         )
         self._request_timeout = config.request_timeout.total_seconds()
-        self._quickest: dict[int, float] = {}
+        self._answers: defaultdict[int, Quiet] = defaultdict(lambda: Quiet(LONGEST_QUIET_S))
         self._slots_per_call = config.slots - config.max_micro_batches + 1
 
     def begin(self, call: Call) -> None:
@@ -95,17 +94,16 @@ class CallEngine:
         """Wait until every share has a winner; fail over what is late or lost."""
         started = self._clock()
         size_class = call.num_tokens.bit_length()
+        quiet = self._answers[size_class]
         # one long sleep costs one wake-up; the answers are then looked for in short ones
-        expected = call.sent_at + QUIET_SHARE * self._quickest.get(size_class, 0.0)
-        quiet = min(max(0.0, expected - started), LONGEST_QUIET_S)
+        quiet_until = max(started, call.sent_at + quiet.seconds)
         while not self._collect(call):
             now = self._clock()
             self._failover.tend(call, now)
-            waited = max(0.0, now - started - quiet)
-            left = max(0.0, started + quiet - now)
+            waited = max(0.0, now - quiet_until)
+            left = max(0.0, quiet_until - now)
             self._transport.wait(call.has_news, SLICE_S, waited, quiet=left)
-        took = self._clock() - call.sent_at
-        self._quickest[size_class] = min(took, self._quickest.get(size_class, took) * DRIFT)
+        quiet.add(self._clock() - call.sent_at)
 
     # -- sending -------------------------------------------------------------------------------
 

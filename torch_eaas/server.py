@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Self
 
+from torch_eaas.comm.quiet import Quiet
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Listener, Transport
 from torch_eaas.config import ServerConfig
@@ -24,6 +25,10 @@ from torch_eaas.server_batch import BatchRunner, Experts
 from torch_eaas.server_control import ServerControl
 from torch_eaas.server_drain import DrainState
 from torch_eaas.server_loading import Load, Loading
+
+LONGEST_QUIET_S = 0.002
+"""A server that has answered sleeps through the shortest gap of lately before it looks for the next
+request, but not for longer: the next one may come sooner."""
 
 LONGEST_WAIT_S = 0.1
 
@@ -89,6 +94,7 @@ class ExpertServer:
         self._left = threading.Event()
         self._serving: threading.Thread | None = None
         self._drain = DrainState(self.config.drain_timeout.total_seconds())
+        self._gaps = Quiet(LONGEST_QUIET_S)
         self._last_answer = clock()
         self._iterations = 0
 
@@ -117,6 +123,7 @@ class ExpertServer:
             answered = self._runner.step(pairs) if ready else 0
         self._iterations += 1
         if answered:
+            self._gaps.add(now - self._last_answer)
             self._last_answer = self._clock()
             self._transport.ring()
         return answered
@@ -139,7 +146,10 @@ class ExpertServer:
                     idle_since = self._clock()
                 else:
                     idle = self._clock() - idle_since
-                    self._transport.wait(self._has_work, LONGEST_WAIT_S, idle)
+                    beyond = idle - self._gaps.seconds
+                    self._transport.wait(
+                        self._has_work, LONGEST_WAIT_S, max(0.0, beyond), quiet=max(0.0, -beyond)
+                    )
         finally:
             self._leave()
             self._left.set()
