@@ -45,6 +45,7 @@ def test_a_handshake_that_fails_half_way_leaves_no_pair_no_window_and_no_link(
 ) -> None:
     server = ExpertServer(pool(), ServerConfig(name="s"), transport=SharedMemoryTransport())
     with server.serve_in_background():
+        gc.collect()
         before = descriptors()
         with monkeypatch.context() as patch:
             if fails == "in the server":

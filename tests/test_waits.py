@@ -29,7 +29,7 @@ REASONS = {
     ("cli/supervisor.py", "select.poll()"): "makes a poll object, and waits for nothing",
     ("cli/supervised.py", "self._process.poll()"): "looks, and does not wait",
     ("cli/supervisor.py", "process.poll()"): "looks, and does not wait",
-    ("comm/shared_memory.py", "select.poll()"): "makes a poll object, and waits for nothing",
+    ("comm/unix_link.py", "select.poll()"): "makes a poll object, and waits for nothing",
     ("comm/shared_memory.py", "self._socket.accept()"): "a thread of its own; close shuts it down",
     ("monitor/app.py", "asyncio.run(server.serve([sock]))"): "the monitor itself: signals end it",
     ("monitor/app.py", "asyncio.run(self._server.serve([self._sock]))"): "a thread; close ends it",

@@ -26,7 +26,7 @@ from tests.comm.transport_contract import (
     assert_call_times_out,
     eventually,
 )
-from torch_eaas.comm import polling, shared_memory
+from torch_eaas.comm import polling, shared_memory, unix_link
 from torch_eaas.comm.frames import receive_frame, send_frame
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
@@ -550,7 +550,7 @@ def test_a_stranger_is_turned_away_before_a_byte_is_read(monkeypatch: pytest.Mon
 def test_a_server_of_another_user_is_not_asked_and_told_no_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shared_memory, "is_own_user", lambda connection: False)
+    monkeypatch.setattr(unix_link, "is_own_user", lambda connection: False)
     address = "unix:@eaas-test-another-user"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.bind(socket_name(address))

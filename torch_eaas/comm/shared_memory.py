@@ -11,26 +11,24 @@ import logging
 import os
 import platform
 import secrets
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from typing_extensions import override
 
 from torch_eaas.access import DENIED
 from torch_eaas.comm.frames import receive_frame, send_frame
+from torch_eaas.comm.lifeline import Lifeline
 from torch_eaas.comm.polling import Poller
-from torch_eaas.comm.transport import Handler, Json, Link, Listener, Transport
+from torch_eaas.comm.transport import Handler, Json, Link, Listener, Reply, Transport
+from torch_eaas.comm.unix_link import LIFELINE, UnixLink, adopt_windows, close_all
 from torch_eaas.comm.unix_sockets import PREFIX, bind, is_own_user, socket_name
-from torch_eaas.comm.window import Window, adopt_window, create_window
+from torch_eaas.comm.window import Window, create_window
 from torch_eaas.errors import (
-    AccessDenied,
     ConfigError,
     EaasError,
-    HandshakeRefused,
     PeerGone,
     PeerTimeout,
     TransportError,
@@ -70,7 +68,7 @@ class SharedMemoryTransport(Transport):
 
     @override
     def dial(self, address: str, timeout: float, token: str = "") -> Link:
-        return _SharedMemoryLink(address, timeout, token)
+        return UnixLink(address, timeout, token)
 
     @override
     def ring(self) -> None:
@@ -97,6 +95,7 @@ class _SharedMemoryListener(Listener):
         self._connections: dict[int, socket.socket] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._socket = bind(address)
+        self._lifeline = Lifeline()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="eaas-control", daemon=True)
         self._thread.start()
@@ -130,6 +129,14 @@ class _SharedMemoryListener(Listener):
                 thread.join(CLOSE_S)
 
     def _accept(self) -> None:
+        try:
+            self._lifeline.hold()
+        except TransportError as error:
+            logger.info("control endpoint %s: %s", self._address, error)
+        self._accept_all()
+        self._lifeline.let_go()
+
+    def _accept_all(self) -> None:
         peer = 0
         while not self._closed:
             try:
@@ -177,13 +184,13 @@ class _SharedMemoryListener(Listener):
             try:
                 # before anything of the call is looked at: no window is mapped for a stranger
                 if not self._handler.admits(peer, body.pop("token", None)):
-                    _close_all(fds)
+                    close_all(fds)
                     send_frame(connection, {"error": DENIED, "denied": True})
                     return
                 verb = str(body.pop("verb", ""))
                 sizes = body.pop("windows", [])
-                windows = _adopt(fds, sizes)
-                answer, returned = self._handler.handle(peer, verb, body, windows)
+                windows = adopt_windows(fds, sizes)
+                answer, returned = self._handle(peer, verb, body, windows)
             except EaasError as error:
                 send_frame(connection, {"error": str(error)})
                 return
@@ -199,97 +206,7 @@ class _SharedMemoryListener(Listener):
             for window in (*windows, *returned):
                 window.close()
 
-
-class _SharedMemoryLink(Link):
-    def __init__(self, address: str, timeout: float, token: str) -> None:
-        self._address = address
-        self._token = {"token": token} if token else {}
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._ended = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(timeout)
-        try:
-            self._socket.connect(socket_name(address))
-        except (OSError, ConfigError) as error:
-            self._socket.close()
-            if isinstance(error, ConfigError):
-                raise
-            raise PeerGone(f"nobody answers at {address}: {error}") from error
-        if not is_own_user(self._socket):
-            # anybody may take an abstract name that is free, and would be told the token
-            self._socket.close()
-            raise AccessDenied(f"{address} belongs to another user; only one's own is asked")
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
-
-    @override
-    def call(
-        self, verb: str, body: Json, windows: Sequence[Window] = (), *, timeout: float
-    ) -> tuple[Json, list[Window]]:
-        sizes = [window.nbytes for window in windows]
-        frame = {**body, **self._token, "verb": verb, "windows": sizes}
-        with self._lock:
-            if self._ended:
-                raise PeerGone(f"the control connection to {self._address} is closed")
-            try:
-                self._socket.settimeout(timeout)
-                send_frame(self._socket, frame, [window.fd for window in windows])
-                answer, fds = receive_frame(self._socket, timeout)
-            except TransportError:
-                # a late answer must not be taken for the next call's
-                self._end()
-                raise
-        adopted = _adopt(fds, answer.pop("windows", []))
-        if "error" in answer:
-            for window in adopted:
-                window.close()
-            refusal = AccessDenied if answer.get("denied") else HandshakeRefused
-            raise refusal(f"{self._address}: {answer['error']}")
-        return answer, adopted
-
-    @property
-    @override
-    def closed(self) -> bool:
-        if self._ended:
-            return True
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            # nobody sends unasked: between calls, anything to read is the end
-            return self._ended or bool(self._poll.poll(0))
-        finally:
-            self._lock.release()
-
-    @override
-    def close(self) -> None:
-        if self._pid == os.getpid():
-            with self._lock:
-                self._end()
-
-    def _end(self) -> None:
-        self._ended = True
-        self._socket.close()
-
-
-def _adopt(fds: list[int], sizes: Any) -> list[Window]:
-    """Return the windows behind descriptors; on any fault all of them are closed."""
-    windows: list[Window] = []
-    try:
-        if not isinstance(sizes, list):
-            raise TransportError(f"a frame's windows are a list of sizes, got {sizes!r}")
-        if len(fds) != len(sizes):
-            raise TransportError(f"a frame announces {len(sizes)} windows and brings {len(fds)}")
-        while fds:
-            windows.append(adopt_window(fds.pop(0), sizes[len(windows)]))
-    except BaseException:
-        for window in windows:
-            window.close()
-        _close_all(fds)
-        raise
-    return windows
-
-
-def _close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+    def _handle(self, peer: int, verb: str, body: Json, windows: Sequence[Window]) -> Reply:
+        if verb == LIFELINE:
+            return {}, (self._lifeline.hand_out(),)
+        return self._handler.handle(peer, verb, body, windows)

@@ -59,7 +59,7 @@ def local_window(nbytes: int) -> Window:
     return Window(mmap.mmap(-1, nbytes))
 
 
-def create_window(nbytes: int) -> Window:
+def create_window(nbytes: int, name: str = "torch-eaas-window") -> Window:
     """Return a window of anonymous memory whose descriptor can be handed to another process.
 
     The memory has no name, is sealed against every change of size, and all its pages exist, so
@@ -71,7 +71,7 @@ def create_window(nbytes: int) -> Window:
     check_memory(nbytes)
     fd = -1
     try:
-        fd = os.memfd_create("torch-eaas-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return Window(mmap.mmap(fd, nbytes), fd)

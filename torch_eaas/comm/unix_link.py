@@ -1,0 +1,144 @@
+"""A client's control connection over a unix socket: calls, descriptors of windows, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from torch_eaas.comm.frames import receive_frame, send_frame
+from torch_eaas.comm.lifeline import LifelineReader
+from torch_eaas.comm.transport import Json, Link
+from torch_eaas.comm.unix_sockets import is_own_user, socket_name
+from torch_eaas.comm.window import Window, adopt_window
+from torch_eaas.errors import (
+    AccessDenied,
+    ConfigError,
+    HandshakeRefused,
+    PeerGone,
+    TransportError,
+)
+
+LIFELINE = "lifeline"
+"""The control call that hands out a listener's lifeline; the transport answers it itself."""
+
+
+class UnixLink(Link):
+    """One control connection; its end, or the peer's lifeline, tells that the peer is gone.
+
+    Args:
+        address: The control endpoint.
+        timeout: Seconds until it must have answered.
+        token: What the listener asks for.
+    """
+
+    def __init__(self, address: str, timeout: float, token: str) -> None:
+        self._address = address
+        self._token = {"token": token} if token else {}
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._lifeline: LifelineReader | None = None
+        self._ended = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(timeout)
+        try:
+            self._socket.connect(socket_name(address))
+        except (OSError, ConfigError) as error:
+            self._socket.close()
+            if isinstance(error, ConfigError):
+                raise
+            raise PeerGone(f"nobody answers at {address}: {error}") from error
+        if not is_own_user(self._socket):
+            # anybody may take an abstract name that is free, and would be told the token
+            self._socket.close()
+            raise AccessDenied(f"{address} belongs to another user; only one's own is asked")
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
+
+    @override
+    def call(
+        self, verb: str, body: Json, windows: Sequence[Window] = (), *, timeout: float
+    ) -> tuple[Json, list[Window]]:
+        sizes = [window.nbytes for window in windows]
+        frame = {**body, **self._token, "verb": verb, "windows": sizes}
+        with self._lock:
+            if self._ended:
+                raise PeerGone(f"the control connection to {self._address} is closed")
+            try:
+                self._socket.settimeout(timeout)
+                send_frame(self._socket, frame, [window.fd for window in windows])
+                answer, fds = receive_frame(self._socket, timeout)
+            except TransportError:
+                # a late answer must not be taken for the next call's
+                self._end()
+                raise
+        adopted = adopt_windows(fds, answer.pop("windows", []))
+        if "error" in answer:
+            for window in adopted:
+                window.close()
+            refusal = AccessDenied if answer.get("denied") else HandshakeRefused
+            raise refusal(f"{self._address}: {answer['error']}")
+        if verb == "handshake":
+            self._watch(timeout)
+        return answer, adopted
+
+    def _watch(self, timeout: float) -> None:
+        """From now on the kernel tells of the peer's death before its socket closes."""
+        with contextlib.suppress(HandshakeRefused):
+            _, [window] = self.call(LIFELINE, {}, timeout=timeout)
+            self._lifeline = LifelineReader(window)
+
+    @property
+    @override
+    def closed(self) -> bool:
+        lifeline = self._lifeline
+        if self._ended or (lifeline is not None and lifeline.is_dead):
+            return True
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            # nobody sends unasked: between calls, anything to read is the end
+            return self._ended or bool(self._poll.poll(0))
+        finally:
+            self._lock.release()
+
+    @override
+    def close(self) -> None:
+        if self._pid == os.getpid():
+            with self._lock:
+                self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._lifeline = None
+        self._socket.close()
+
+
+def adopt_windows(fds: list[int], sizes: Any) -> list[Window]:
+    """Return the windows behind descriptors; on any fault all of them are closed."""
+    windows: list[Window] = []
+    try:
+        if not isinstance(sizes, list):
+            raise TransportError(f"a frame's windows are a list of sizes, got {sizes!r}")
+        if len(fds) != len(sizes):
+            raise TransportError(f"a frame announces {len(sizes)} windows and brings {len(fds)}")
+        while fds:
+            windows.append(adopt_window(fds.pop(0), sizes[len(windows)]))
+    except BaseException:
+        for window in windows:
+            window.close()
+        close_all(fds)
+        raise
+    return windows
+
+
+def close_all(fds: list[int]) -> None:
+    """Close descriptors that nobody took."""
+    for fd in fds:
+        os.close(fd)
