@@ -81,9 +81,10 @@ def split(
         max_tokens: Most tokens of a piece.
     """
     if num_servers == 1 and not np.count_nonzero(servers_TK):
+        rows_T = np.arange(len(ids_TK))
         for start in range(0, len(ids_TK), max_tokens):
-            rows_n = np.arange(start, min(start + max_tokens, len(ids_TK)))
-            yield Piece(0, rows_n, ids_TK[rows_n], weights_TK[rows_n])
+            block = slice(start, start + max_tokens)
+            yield Piece(0, rows_T[block], ids_TK[block], weights_TK[block])
         return
     all_S = _numbers(num_servers)
     for start in range(0, len(ids_TK), max_tokens):

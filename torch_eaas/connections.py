@@ -73,7 +73,7 @@ class Connections:
 
     @property
     def suspects(self) -> list[str]:
-        """Return the servers to ask only while nobody else holds an expert: heard last, first."""
+        """The servers to ask only while nobody else holds an expert: heard last, first."""
         suspects = [conn for conn in self.live.values() if conn.pair.suspect]
         suspects.sort(key=lambda conn: (not conn.slots.num_free, -conn.pair.heard_at))
         return [conn.name for conn in suspects]

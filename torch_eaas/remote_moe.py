@@ -65,8 +65,9 @@ class RemoteExperts(nn.Module):
     def combine(self, ticket: Tensor, add: Tensor | None = None) -> Tensor:
         """Wait for a dispatch's answers; return their sum plus ``add``, ``(T, D)``.
 
-        Blocks until every expert has answered, at most ``request_timeout`` unless an expert has
-        no live server. A server that dies meanwhile is replaced where another holds its experts.
+        Blocks until every expert has answered: at most ``request_timeout``, and, for an expert
+        whose holders are all gone or late by then, ``recovery_timeout`` more. A server that dies
+        meanwhile is replaced where another holds its experts.
         """
         sum_TD = self.client.combine(ticket, add)
         return _forward_only(sum_TD) if torch.is_grad_enabled() else sum_TD

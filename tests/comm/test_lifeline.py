@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,9 +13,12 @@ import time
 
 import pytest
 
-from torch_eaas.comm.lifeline import Lifeline, LifelineReader
+from torch_eaas.comm.frames import receive_frame, send_frame
+from torch_eaas.comm.lifeline import LIFELINE_BYTES, Lifeline, LifelineReader
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Handler, Json
+from torch_eaas.comm.unix_sockets import socket_name
+from torch_eaas.errors import HandshakeRefused
 
 SERVER = """
 import sys, time
@@ -95,3 +101,33 @@ def test_a_listener_that_closes_is_closed_and_not_dead() -> None:
     assert link.closed
     assert not link._lifeline.is_dead  # type: ignore[attr-defined]
     link.close()
+
+
+@pytest.mark.parametrize("sizes", [[], [LIFELINE_BYTES, LIFELINE_BYTES], [1]], ids=str)
+def test_a_lifeline_of_another_shape_is_refused_and_leaves_no_descriptor(sizes: list[int]) -> None:
+    transport = SharedMemoryTransport()
+    address = "unix:@eaas-test-lifeline"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(socket_name(address))
+        sock.listen()
+        link = transport.dial(address, 5)
+        connection, _ = sock.accept()
+        before = len(os.listdir("/proc/self/fd"))
+
+        def answer() -> None:
+            for nbytes in ([LIFELINE_BYTES], sizes):
+                receive_frame(connection, 5)
+                windows = [transport.create_window(n) for n in nbytes]
+                send_frame(connection, {"windows": nbytes}, [window.fd for window in windows])
+                for window in windows:
+                    window.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with connection, pytest.raises(HandshakeRefused, match="a lifeline is one window of 128"):
+            link.call("handshake", {}, timeout=5)
+        thread.join(10)
+        link.close()
+        gc.collect()
+        # the connection's two ends have gone
+        assert len(os.listdir("/proc/self/fd")) == before - 2

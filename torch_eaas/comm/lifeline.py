@@ -27,6 +27,7 @@ class Lifeline:
         self._window = create_window(LIFELINE_BYTES, "torch-eaas-lifeline")
         self._mutex: ctypes.c_char | None = ctypes.c_char.from_buffer(self._window.view)
         self._libc = ctypes.CDLL(None)
+        self._is_held = False
 
     def hold(self) -> None:
         """Lock the mutex in this thread, whose end it is to tell.
@@ -49,12 +50,13 @@ class Lifeline:
             raise TransportError(f"no lifeline: {error}") from error
         if failed:
             raise TransportError(f"no lifeline: {os.strerror(failed)}")
+        self._is_held = True
 
     def let_go(self) -> None:
         """Unlock it, in the thread that holds it: this end is no death. The memory goes too."""
-        if self._mutex is not None:
+        if self._is_held and self._mutex is not None:
             self._libc.pthread_mutex_unlock(ctypes.byref(self._mutex))
-            self._mutex = None
+        self._mutex = None
         self._window.close()
 
     def hand_out(self) -> Window:

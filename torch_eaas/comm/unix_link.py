@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import socket
@@ -13,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from torch_eaas.comm.frames import receive_frame, send_frame
-from torch_eaas.comm.lifeline import LifelineReader
+from torch_eaas.comm.lifeline import LIFELINE_BYTES, LifelineReader
 from torch_eaas.comm.transport import Json, Link
 from torch_eaas.comm.unix_sockets import is_own_user, socket_name
 from torch_eaas.comm.window import Window, adopt_window
@@ -80,19 +79,27 @@ class UnixLink(Link):
                 raise
         adopted = adopt_windows(fds, answer.pop("windows", []))
         if "error" in answer:
-            for window in adopted:
-                window.close()
+            _close_windows(adopted)
             refusal = AccessDenied if answer.get("denied") else HandshakeRefused
             raise refusal(f"{self._address}: {answer['error']}")
         if verb == "handshake":
-            self._watch(timeout)
+            try:
+                self._watch(timeout)
+            except BaseException:
+                _close_windows(adopted)
+                raise
         return answer, adopted
 
     def _watch(self, timeout: float) -> None:
         """From now on the kernel tells of the peer's death before its socket closes."""
-        with contextlib.suppress(HandshakeRefused):
-            _, [window] = self.call(LIFELINE, {}, timeout=timeout)
-            self._lifeline = LifelineReader(window)
+        _, windows = self.call(LIFELINE, {}, timeout=timeout)
+        sizes = [window.nbytes for window in windows]
+        if sizes != [LIFELINE_BYTES]:
+            _close_windows(windows)
+            raise HandshakeRefused(
+                f"{self._address}: a lifeline is one window of {LIFELINE_BYTES} bytes, got {sizes}"
+            )
+        self._lifeline = LifelineReader(windows[0])
 
     @property
     @override
@@ -131,8 +138,7 @@ def adopt_windows(fds: list[int], sizes: Any) -> list[Window]:
         while fds:
             windows.append(adopt_window(fds.pop(0), sizes[len(windows)]))
     except BaseException:
-        for window in windows:
-            window.close()
+        _close_windows(windows)
         close_all(fds)
         raise
     return windows
@@ -142,3 +148,8 @@ def close_all(fds: list[int]) -> None:
     """Close descriptors that nobody took."""
     for fd in fds:
         os.close(fd)
+
+
+def _close_windows(windows: Sequence[Window]) -> None:
+    for window in windows:
+        window.close()
