@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from torch_eaas.config import Storage, check_at_least, check_choice
 from torch_eaas.errors import ConfigError
+from torch_eaas.ops.grouped_linear import grouped_linear
 from torch_eaas.ops.quantize import dequantize_blocks, quantize_blocks
 from torch_eaas.ops.reference import (
     combine_ref,
     group_shrink_ref,
-    grouped_gemm_ref,
     pack_ref,
     swiglu_ref,
 )
@@ -194,8 +194,8 @@ class ExpertPool(nn.Module):
         matrices = [table.experts[group].matrices() for group in active]
         # only then are rows compared bit by bit: a sum per token depends on its companions anyway
         fixed = self.deterministic and per_expert
-        gate_up = grouped_gemm_ref(rows_ND, [m[0] for m in matrices], counts, deterministic=fixed)
-        down = grouped_gemm_ref(
+        gate_up = grouped_linear(rows_ND, [m[0] for m in matrices], counts, deterministic=fixed)
+        down = grouped_linear(
             swiglu_ref(gate_up), [m[1] for m in matrices], counts, deterministic=fixed
         )
         return combine_ref(
