@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from tests.monitor.planned import server, wait_until
+from tests.monitor.planned import client, server, wait_until
 from torch_eaas.access import Access
 from torch_eaas.config import MonitorConfig
 from torch_eaas.errors import ConfigError, PeerGone
 from torch_eaas.monitor.agent import MonitorAgent, fetch_placement
 from torch_eaas.monitor.app import serve_in_background
+from torch_eaas.monitor.link import MonitorLink
+from torch_eaas.placement import Placement
 
 TOKEN = "sesame-0123456789"
 
@@ -48,6 +53,27 @@ def test_members_and_monitor_talk_https(own: Access) -> None:
         member = Access(token=TOKEN, tls_authority=own.tls_authority)
         with MonitorAgent(handle.url, lambda: server("s1", 1), lambda _: None, access=member):
             wait_until(lambda: fetch_placement(handle.url, access=member).servers)
+
+
+def test_events_come_over_https_to_those_with_the_token(own: Access) -> None:
+    rare = MonitorConfig(access=own, heartbeat=timedelta(seconds=20), lease=timedelta(seconds=60))
+    member = Access(token=TOKEN, tls_authority=own.tls_authority)
+    names: list[list[str]] = []
+
+    def take(placement: Placement) -> None:
+        names.append([server.name for server in placement.servers])
+
+    with serve_in_background(rare) as handle:
+        with MonitorAgent(handle.url, lambda: client("c", 1), take, access=member):
+            wait_until(lambda: names)
+            with MonitorLink(handle.url, timedelta(seconds=5), member) as link:
+                link.call("POST", "/join", server("s1", 2).to_json())
+            # a tenth of a heartbeat
+            wait_until(lambda: names[-1] == ["s1"], 2.0)
+            began = time.monotonic()
+        # the thread that waits for the next event has been hung up on
+        assert time.monotonic() - began < 0.5
+        assert "eaas-events" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_monitor_with_another_certificate_is_not_told_the_token(

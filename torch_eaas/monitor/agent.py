@@ -22,6 +22,7 @@ from torch_eaas.monitor.announcement import (
     instance_text,
 )
 from torch_eaas.monitor.link import MonitorLink, Reply, fetch_placement
+from torch_eaas.monitor.listener import EventListener
 from torch_eaas.placement import Holdings, Placement
 
 __all__ = ["Announcement", "ModelInfo", "MonitorAgent", "fetch_placement"]
@@ -29,11 +30,13 @@ __all__ = ["Announcement", "ModelInfo", "MonitorAgent", "fetch_placement"]
 logger = logging.getLogger(__name__)
 
 _SHORTEST_HEARTBEAT = 0.01
+_REST = 0.05
 _FIRST_RETRY = 0.1
 _LAST_RETRY = 2.0
 _CLOSE_SECONDS = 1.0
 _LEAVE_TIMEOUT = timedelta(seconds=0.5)
 _DELIVERY_SECONDS = 1.0
+_NEWS_WHATEVER_THE_PLACEMENT = ("ask", "resync")
 
 
 @dataclass(slots=True)
@@ -49,8 +52,9 @@ class _Session:
 class MonitorAgent:
     """Keeps one member known to the monitor, and keeps the member's placement up to date.
 
-    The thread starts at once; it goes on trying while the monitor is away. The owner closes the
-    agent. In a forked child every method does nothing.
+    The thread starts at once; it goes on trying while the monitor is away. A second one hears of
+    the monitor's events and makes the first report at once. The owner closes the agent. In a forked
+    child every method does nothing.
 
     Args:
         url: The monitor's URL.
@@ -82,6 +86,7 @@ class MonitorAgent:
         self._on_reply = on_reply
         self._on_placement = on_placement
         self._link = MonitorLink(url, timeout, access)
+        self._listener = EventListener(MonitorLink(url, timeout, access), self._hear)
         self._known = Known()
         # held while on_placement runs, so that placements arrive in order
         self._delivery = threading.RLock()
@@ -170,9 +175,18 @@ class MonitorAgent:
         with self._link:
             while not self._stopping.is_set():
                 delay = self._turn()
-                self._wake.wait(delay)
+                # one report answers all that happens meanwhile, however many events that are
+                rest = min(_REST, delay / 2)
+                self._stopping.wait(rest)
+                self._wake.wait(delay - rest)
                 self._wake.clear()
             self._leave()
+        self._listener.close()
+
+    def _hear(self, kind: str, order: tuple[int, int]) -> None:
+        """Report now if an event is news."""
+        if kind in _NEWS_WHATEVER_THE_PLACEMENT or order > self._known.order:
+            self._wake.set()
 
     def _turn(self) -> float:
         """Report once, fetch what is newer, and return the seconds until the next turn."""
@@ -234,6 +248,7 @@ class MonitorAgent:
             heartbeat=max(reply.heartbeat, _SHORTEST_HEARTBEAT),
         )
         self._lease = reply.lease
+        self._listener.start(reply.lease)
         return self._session, reply
 
     def _beat(self, said: Announcement, session: _Session) -> Reply:

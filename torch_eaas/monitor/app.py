@@ -34,17 +34,15 @@ _START_SECONDS = 30.0
 _STOP_SECONDS = 10.0
 
 
-def create_app(
-    members: Members, clock: Callable[[], float] = time.monotonic, *, keepalive: float = 15.0
-) -> FastAPI:
+def create_app(members: Members, clock: Callable[[], float] = time.monotonic) -> FastAPI:
     """Return the application over some members; its ``state.service`` steps them.
 
     Args:
         members: The state, stepped by this application alone from now on.
         clock: Monotonic seconds.
-        keepalive: Seconds after which a silent event stream sends a comment.
     """
-    service = Service(members, clock, keepalive)
+    # who listens takes a stream that is silent for a lease for broken
+    service = Service(members, clock, members.config.lease.total_seconds() / 3)
     gate = Gate(members.config.access, "the monitor", clock)
 
     @contextlib.asynccontextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
@@ -136,6 +138,33 @@ class MonitorLink:
         if answer.status_code >= 400:
             raise RequestRefused(f"{what}: {data.get('error', answer.status_code)}")
         return data
+
+    @contextlib.contextmanager
+    def events(
+        self, last_id: str, silence: float, trace: Callable[[str, dict[str, Any]], None]
+    ) -> Iterator[Iterator[bytes]]:
+        """Open the event stream, whose bytes come as the monitor sends them.
+
+        What fails is raised as httpx calls it.
+
+        Args:
+            last_id: The last event heard, or nothing.
+            silence: Seconds after which a read is given up.
+            trace: Told of each step of the connection, as httpcore calls it.
+
+        Raises:
+            TransportError: The monitor answers with something else.
+        """
+        limit = httpx.Timeout(self._http.timeout.connect, read=silence)
+        headers = {"Last-Event-ID": last_id} if last_id else {}
+        with self._http.stream(
+            "GET", "/events", headers=headers, timeout=limit, extensions={"trace": trace}
+        ) as answer:
+            kind = answer.headers.get("content-type", "")
+            if answer.status_code != 200 or not kind.startswith("text/event-stream"):
+                text = f"status {answer.status_code}, {kind!r}, no event stream"
+                raise TransportError(f"monitor {self.url}: GET /events: {text}")
+            yield answer.iter_raw()
 
     def close(self) -> None:
         """Close the connections; safe twice."""
