@@ -96,6 +96,38 @@ def test_children_inherit_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert child_environment()[TOKEN] == SECRET
 
 
+def test_a_clusters_file_may_name_the_tokens_file_and_the_option_goes_before(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN, "another-0123456789")
+    (tmp_path / "model").mkdir()
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(
+        'checkpoint = "model"\n[access]\ntoken_file = "named"\n[[server]]\n[monitor]\n'
+    )
+    named = tmp_path / "named"
+    named.write_text("a-third-one-0123456789")
+    named.chmod(0o600)
+    dry = ["launch", "--dry-run", str(cluster)]
+    assert cli.main(dry) == 0
+    assert child_environment()[TOKEN] == "a-third-one-0123456789"
+    assert cli.main([*dry, f"--token-file={file}"]) == 0
+    assert child_environment()[TOKEN] == SECRET
+
+
+def test_a_tokens_file_that_a_clusters_file_names_is_refused_by_that_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text('checkpoint = "model"\n[access]\ntoken_file = "named"\n[[server]]\n')
+    (tmp_path / "named").touch(0o600)
+    assert cli.main(["launch", "--dry-run", str(cluster)]) == 1
+    assert f"{cluster}: [access] token_file {tmp_path / 'named'}: is empty; " in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_monitor_for_other_machines_asks_for_a_token(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 
@@ -58,6 +59,32 @@ def read(tmp_path: Path, text: str) -> ClusterFile:
         ),
         (SERVER + "copies = 2", "copies must be at most the number of shares (1), got 2"),
         (SERVER + "share = '0/2'\ncopies = 3\ncount = 3", "the number of shares (2), got 3"),
+        (SERVER + "room = -1", "[[server]] 1 room must be an integer of at least 0, got -1"),
+        (SERVER + "standby = 1", "[[server]] 1 standby must be true or false, got 1"),
+        (
+            SERVER + "standby = true\nshare = '0/2'",
+            "standby must be left out where there is a share or experts, got True",
+        ),
+        (SERVER + "standby = true\nexperts = '1'", "standby must be left out where there is a sh"),
+        (
+            SERVER + "standby = true\ncopies = 2",
+            "copies must be left out where there is standby, got 2",
+        ),
+        ("[access]\ntoken = 'x'\n" + SERVER, "[access] token is not known; known here: token_file"),
+        ("[access]\ntoken_file = 3\n" + SERVER, "[access] token_file must be a string that is not"),
+        ("[access]\ntoken_file = 'no'\n" + SERVER, "[access] token_file must be a file, got '"),
+        (
+            "[access]\ntls_key = 'c.toml'\n" + SERVER,
+            "[access] tls_certificate must be given with tls_key: they go together, it is missing",
+        ),
+        (
+            "[access]\ntls_certificate = 'c.toml'\n" + SERVER,
+            "[access] tls_key must be given with tls_certificate: they go together, it is missing",
+        ),
+        (
+            "[access]\ntls_authority = 'c.toml'\n" + SERVER,
+            "tls_authority must be left out without a tls_certificate: the monitor then speaks pl",
+        ),
         (SERVER + "storage = 'int4'", "storage must be one of 'fp32', 'bf16', 'fp8', got 'int4'"),
         (SERVER + "name='a'\n" + SERVER + "colour = 1", "[[server]] 2 colour is not known; known "),
         (SERVER + "[[client]]", "[[client]] 1 command must be a list of strings, at least one, it"),
@@ -108,6 +135,8 @@ def test_what_is_left_out_has_the_verbs_defaults(tmp_path: Path) -> None:
     assert (server.name, server.share, server.copies, server.experts) == ("server", (0, 1), 1, None)
     assert (server.storage, server.max_rows, server.threads) == ("fp32", 2048, 1)
     assert server.max_restarts == 5
+    assert (server.standby, server.room) == (False, 0)
+    assert set(astuple(file.access)) == {None}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +152,45 @@ def test_several_servers_share_the_experts(
     text: str, shares: dict[str, tuple[int, int]], tmp_path: Path
 ) -> None:
     assert {s.name: s.share for s in read(tmp_path, SERVER + text).servers} == shares
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("", ["--share=0/1", "--copies=1"]),
+        ("room = 3", ["--share=0/1", "--copies=1", "--room=3"]),
+        ("experts = '1-2'\nroom = 1", ["--experts=1,2", "--room=1"]),
+        ("standby = true", ["--standby"]),
+        ("standby = true\nroom = 4", ["--standby", "--room=4"]),
+        ("standby = false", ["--share=0/1", "--copies=1"]),
+    ],
+    ids=["a share", "with room", "experts", "standby", "standby of a few", "none"],
+)
+def test_a_servers_options_say_what_it_holds_and_may_load(
+    text: str, options: list[str], tmp_path: Path
+) -> None:
+    _, role = roles_of(read(tmp_path, SERVER + text))
+    _, _, _, verb, _, monitor, *more = role.command("http://h:1")
+    assert (verb, monitor) == ("server", "--monitor=http://h:1")
+    assert more[: len(options) + 1] == [*options, "--name=server"]
+
+
+def test_several_standbys_are_alike(tmp_path: Path) -> None:
+    _, first, second = roles_of(read(tmp_path, SERVER + "standby = true\ncount = 2"))
+    assert "--name=server-0" in first.command("")
+    assert list(second.command(""))[6:8] == ["--standby", "--name=server-1"]
+
+
+def test_certificates_reach_the_monitor_and_their_authority_the_servers(tmp_path: Path) -> None:
+    for name in ("cert.pem", "key.pem", "ca.pem"):
+        (tmp_path / name).touch()
+    names = "tls_certificate = 'cert.pem'\ntls_key = 'key.pem'\ntls_authority = 'ca.pem'\n"
+    monitor, server = roles_of(read(tmp_path, f"[access]\n{names}{SERVER}"))
+    assert list(monitor.command(""))[-2:] == [
+        f"--tls-certificate={tmp_path / 'cert.pem'}",
+        f"--tls-key={tmp_path / 'key.pem'}",
+    ]
+    assert f"--tls-authority={tmp_path / 'ca.pem'}" in server.command("https://127.0.0.1:1")
 
 
 def test_a_clients_command_is_filled_in_and_other_braces_are_its_own(tmp_path: Path) -> None:

@@ -50,27 +50,36 @@ def access_of(args: Namespace) -> Access:
         ConfigError: The token's file cannot be used, or the options contradict each other.
     """
     return Access(
-        token=token_of() if args.token_file is None else _read(args.token_file),
+        token=token_of() if args.token_file is None else read_token(args.token_file),
         tls_certificate=getattr(args, "tls_certificate", None),
         tls_key=getattr(args, "tls_key", None),
         tls_authority=getattr(args, "tls_authority", None),
     )
 
 
-def _read(path: Path) -> str:
+def read_token(path: Path, named: str = "--token-file") -> str:
+    """Return the token that a file holds.
+
+    Args:
+        path: The file.
+        named: What names it, for the messages.
+
+    Raises:
+        ConfigError: It cannot be read, holds none, or every user could use it.
+    """
     try:
         mode = path.stat().st_mode & 0o777
         token = path.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise ConfigError(f"--token-file {path}: {error.strerror}") from error
+        raise ConfigError(f"{named} {path}: {error.strerror}") from error
     except ValueError:
         # not the error's own text: it shows what was read
-        raise ConfigError(f"--token-file {path}: is no text of ASCII characters") from None
+        raise ConfigError(f"{named} {path}: is no text of ASCII characters") from None
     if mode & _OTHERS:
         raise ConfigError(
-            f"--token-file {path}: every user may use it (mode {mode:04o}), so it is no secret; "
+            f"{named} {path}: every user may use it (mode {mode:04o}), so it is no secret; "
             f"make a new token and `chmod 600 {path}`"
         )
     if not token:
-        raise ConfigError(f"--token-file {path}: is empty; `openssl rand -hex 32` makes a token")
+        raise ConfigError(f"{named} {path}: is empty; `openssl rand -hex 32` makes a token")
     return token

@@ -6,7 +6,7 @@ import tomllib
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from torch_eaas.cli import arguments
 from torch_eaas.cli.tables import Table
@@ -32,6 +32,23 @@ class MonitorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AccessSpec:
+    """``[access]``, which may be left out: who may ask, and how the monitor is verified."""
+
+    token_file: Path | None
+    """Holds the cluster's token."""
+
+    tls_certificate: Path | None
+    """The monitor's certificate chain."""
+
+    tls_key: Path | None
+    """The certificate's key."""
+
+    tls_authority: Path | None
+    """What the servers verify the monitor's certificate against."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
     """One server, of ``[[server]]``."""
 
@@ -45,7 +62,13 @@ class ServerSpec:
     """How many of the parts' servers hold each expert."""
 
     experts: tuple[int, ...] | None
-    """The experts of every layer, instead of a share."""
+    """The experts of every layer, instead of a share; none for a standby."""
+
+    standby: bool
+    """Whether it holds nothing until the monitor asks it to load."""
+
+    room: int
+    """Most experts to load when the monitor asks; 0 is none, and for a standby all."""
 
     storage: Storage
     """How it keeps weights."""
@@ -87,6 +110,9 @@ class ClusterFile:
     start_timeout: timedelta
     """How long monitor and servers may take until they serve."""
 
+    access: AccessSpec
+    """The token and the certificates, if any."""
+
     monitor: MonitorSpec
     """The monitor."""
 
@@ -114,6 +140,7 @@ def read_cluster_file(path: Path) -> ClusterFile:
     if not checkpoint.is_dir():
         raise top.error("checkpoint", "a directory", str(checkpoint))
     start_timeout = timedelta(seconds=top.seconds("start_timeout", 120.0))
+    access = _access(top.table("access"))
     monitor = _monitor(top.table("monitor"))
     servers = [spec for table in top.tables("server") for spec in _servers(table)]
     clients = [spec for table in top.tables("client") for spec in _clients(table)]
@@ -128,10 +155,29 @@ def read_cluster_file(path: Path) -> ClusterFile:
         path=path,
         checkpoint=checkpoint,
         start_timeout=start_timeout,
+        access=access,
         monitor=monitor,
         servers=tuple(servers),
         clients=tuple(clients),
     )
+
+
+def _access(table: Table) -> AccessSpec:
+    spec = AccessSpec(
+        token_file=table.file("token_file"),
+        tls_certificate=table.file("tls_certificate"),
+        tls_key=table.file("tls_key"),
+        tls_authority=table.file("tls_authority"),
+    )
+    table.finish()
+    if spec.tls_certificate is None and spec.tls_key is not None:
+        raise table.error("tls_certificate", "given with tls_key: they go together", None)
+    if spec.tls_key is None and spec.tls_certificate is not None:
+        raise table.error("tls_key", "given with tls_certificate: they go together", None)
+    if spec.tls_authority is not None and spec.tls_certificate is None:
+        expected = "left out without a tls_certificate: the monitor then speaks plain HTTP"
+        raise table.error("tls_authority", expected, str(spec.tls_authority))
+    return spec
 
 
 def _monitor(table: Table) -> MonitorSpec:
@@ -147,26 +193,19 @@ def _monitor(table: Table) -> MonitorSpec:
 def _servers(table: Table) -> list[ServerSpec]:
     """Return the servers of one table: alike, or with a share each if it names no experts."""
     name, count = table.name("server"), table.integer("count", 1, 1)
-    share = table.parsed("share", arguments.share)
-    experts = table.parsed("experts", arguments.expert_ids)
-    copies = table.integer("copies", 1, 1)
-    if experts is not None and share is not None:
-        raise table.error("experts", "left out where there is a share", list(experts))
-    if experts is not None and copies != 1:
-        raise table.error("copies", "left out where there are experts", copies)
-    parts = share[1] if share is not None else count
-    if experts is None and copies > parts:
-        raise table.error("copies", f"at most the number of shares ({parts})", copies)
+    which = _which(table, count)
     storage: Storage = table.one_of("storage", get_args(Storage), "fp32")
     max_rows, threads = table.integer("max_rows", 2048, 1), table.integer("threads", 1, 1)
-    max_restarts = table.integer("max_restarts", 5, 0)
+    room, max_restarts = table.integer("room", 0, 0), table.integer("max_restarts", 5, 0)
     table.finish()
     return [
         ServerSpec(
             name=each,
-            share=share or (index, count),
-            copies=copies,
-            experts=experts,
+            share=which.share or (index, count),
+            copies=which.copies,
+            experts=which.experts,
+            standby=which.standby,
+            room=room,
             storage=storage,
             max_rows=max_rows,
             threads=threads,
@@ -174,6 +213,32 @@ def _servers(table: Table) -> list[ServerSpec]:
         )
         for index, each in enumerate(_names(name, count))
     ]
+
+
+class _Which(NamedTuple):
+    """Which experts the servers of one table hold."""
+
+    share: tuple[int, int] | None
+    experts: tuple[int, ...] | None
+    copies: int
+    standby: bool
+
+
+def _which(table: Table, count: int) -> _Which:
+    share = table.parsed("share", arguments.share)
+    experts = table.parsed("experts", arguments.expert_ids)
+    copies, standby = table.integer("copies", 1, 1), table.flag("standby")
+    if standby and (share is not None or experts is not None):
+        raise table.error("standby", "left out where there is a share or experts", standby)
+    if experts is not None and share is not None:
+        raise table.error("experts", "left out where there is a share", list(experts))
+    if copies != 1 and (standby or experts is not None):
+        what = "is standby" if standby else "are experts"
+        raise table.error("copies", f"left out where there {what}", copies)
+    parts = share[1] if share is not None else count
+    if copies > parts:
+        raise table.error("copies", f"at most the number of shares ({parts})", copies)
+    return _Which(share, () if standby else experts, copies, standby)
 
 
 def _clients(table: Table) -> list[ClientSpec]:

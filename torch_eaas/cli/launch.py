@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from torch_eaas.cli import access
-from torch_eaas.cli.cluster_file import read_cluster_file
+from torch_eaas.cli.cluster_file import ClusterFile, read_cluster_file
 from torch_eaas.cli.environment import hand_on_token
 from torch_eaas.cli.roles import roles_of
 from torch_eaas.cli.supervisor import Supervisor
@@ -25,9 +25,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace, parser: ArgumentParser) -> int:
     """Run the cluster until it ends."""
+    file = read_cluster_file(args.file)
     # in the environment, not on command lines: those are for everybody to read
-    hand_on_token(access.access_of(args).token)
-    roles = roles_of(read_cluster_file(args.file))
+    hand_on_token(_token(args, file))
+    roles = roles_of(file)
     if args.dry_run:
         for role in roles:
             # the URL is not known before the monitor runs
@@ -35,6 +36,14 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             print(json.dumps({"name": role.name, "command": list(command)}))
         return 0
     return Supervisor(roles).run()
+
+
+def _token(args: Namespace, file: ClusterFile) -> str:
+    """Return the token of the option, else of the cluster's file, else of the environment."""
+    path = file.access.token_file
+    if args.token_file is None and path is not None:
+        return access.read_token(path, f"{file.path}: [access] token_file")
+    return access.access_of(args).token
 
 
 VERB = Verb(

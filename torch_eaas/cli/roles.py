@@ -56,10 +56,16 @@ def roles_of(file: ClusterFile) -> list[Role]:
 
 
 def _monitor(spec: MonitorSpec, file: ClusterFile) -> Role:
+    certificate: tuple[str, ...] = ()
+    if file.access.tls_certificate is not None:
+        paths = (file.access.tls_certificate, file.access.tls_key)
+        certificate = (f"--tls-certificate={paths[0]}", f"--tls-key={paths[1]}")
+
     def command(url: str) -> Sequence[str]:
         # members look for it where it was: a restart keeps the port that the first start got
         port = urlsplit(url).port if url else spec.port
-        return (*_EAAS, "monitor", f"--host={spec.host}", f"--port={port}")
+        options = (f"--host={spec.host}", f"--port={port}")
+        return (*_EAAS, "monitor", *options, *certificate)
 
     return Role(
         name=MONITOR,
@@ -73,8 +79,14 @@ def _monitor(spec: MonitorSpec, file: ClusterFile) -> Role:
 def _server(spec: ServerSpec, file: ClusterFile) -> Role:
     index, count = spec.share
     which = [f"--share={index}/{count}", f"--copies={spec.copies}"]
-    if spec.experts is not None:
+    if spec.standby:
+        which = ["--standby"]
+    elif spec.experts is not None:
         which = [f"--experts={','.join(map(str, spec.experts))}"]
+    if spec.room:
+        which.append(f"--room={spec.room}")
+    if file.access.tls_authority is not None:
+        which.append(f"--tls-authority={file.access.tls_authority}")
     options = (
         *which,
         f"--name={spec.name}",

@@ -71,6 +71,23 @@ class Table:
             return float(value)
         raise self.error(key, "a number of seconds above 0", value)
 
+    def flag(self, key: str) -> bool:
+        """Return true or false; false if the key is missing."""
+        value = self._take(key, False)
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false", value)
+        return value
+
+    def file(self, key: str) -> Path | None:
+        """Return a file beside this one, or None if the key is missing."""
+        if key not in self._values:
+            self._known.append(key)
+            return None
+        path = self._file.parent / self.text(key)
+        if not path.is_file():
+            raise self.error(key, "a file", str(path))
+        return path
+
     def strings(self, key: str) -> tuple[str, ...]:
         """Return a required list of strings, at least one."""
         value = self._take(key, None)
