@@ -69,6 +69,17 @@ def test_every_wait_has_a_deadline_or_a_reason(path: Path) -> None:
         assert (name, call) in REASONS, f"{name}:{line}: {call} may wait for ever"
 
 
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_nothing_reads_a_clock_that_somebody_may_set(path: Path) -> None:
+    clocks = {"time", "time_ns", "now", "utcnow", "today"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            is_wall = node.value.id in ("time", "datetime", "date") and node.attr in clocks
+            assert not is_wall, f"{path}:{node.lineno}: {ast.unparse(node)} may jump"
+
+
 def test_no_reason_outlives_its_call() -> None:
     found = {
         (str(path.relative_to(PACKAGE)), call)

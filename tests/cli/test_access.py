@@ -9,6 +9,7 @@ import httpx
 import pytest
 from launched import SHAKESPEARE, eaas
 
+from tests.certificates import make_certificate
 from torch_eaas.access import Access
 from torch_eaas.cli import access
 from torch_eaas.cli import main as cli
@@ -155,3 +156,49 @@ def test_a_cluster_with_a_token_serves_those_who_have_it(file: Path, tmp_path: P
             assert "the token is missing or wrong" in stranger.err
             told = [each.err + each.out.decode() for each in (launch, friend, stranger)]
             assert SECRET not in "".join(told)
+
+
+ASKS = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+from torch_eaas.access import Access
+from torch_eaas.cli.environment import token_of
+from torch_eaas.monitor.link import MonitorLink
+
+access = Access(token=token_of(), tls_authority=Path("monitor.pem"))
+with MonitorLink(sys.argv[1], timedelta(seconds=30), access) as link:
+    [server] = link.call("GET", "/members")["servers"]
+    print(server["name"], server["experts"], server["room"])
+"""
+
+
+def test_a_launched_standby_joins_where_token_and_certificates_are_asked_for(
+    file: Path, tmp_path: Path
+) -> None:
+    make_certificate(tmp_path, "monitor")
+    (tmp_path / "asks.py").write_text(ASKS)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(
+        f"""
+        checkpoint = "{SHAKESPEARE}"
+        [access]
+        token_file = "token"
+        tls_certificate = "monitor.pem"
+        tls_key = "monitor.key"
+        tls_authority = "monitor.pem"
+        [[server]]
+        name = "spare"
+        standby = true
+        room = 3
+        [[client]]
+        command = ["{{python}}", "asks.py", "{{monitor}}"]
+        max_restarts = 5  # it ends with an error while the server has not joined yet
+        """
+    )
+    with eaas("launch", str(cluster)) as launch:
+        assert launch.end() == 0, launch.err
+        ready, told = launch.out.decode().splitlines()
+        assert '"url": "https://127.0.0.1:' in ready
+        assert told == "spare 0 3"
+        assert SECRET not in launch.err
