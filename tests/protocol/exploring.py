@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 
 class BrokenPromise(Exception):
@@ -57,6 +57,8 @@ class Explored:
 
     num_states: int = 0
     num_ends: int = 0
+    ends: set[Hashable] = field(default_factory=set)
+    """The ends, as the search's ``Numbers`` number them."""
     taken: Counter[str] = field(default_factory=Counter)
     """How often each step led somewhere."""
     is_complete: bool = True
@@ -84,7 +86,8 @@ def twin(value: Any, made: dict[int, Any]) -> Any:
     """
     if (known := made.get(id(value))) is not None:
         return known
-    kind, copy = cast(Any, type(value)), cast(Any, None)
+    kind: Any = type(value)
+    copy: Any
     # what is constant is passed by without a call: that is most
     if kind is list:
         copy = [p if type(p) in _CONSTANT else twin(p, made) for p in value]
@@ -114,7 +117,9 @@ class Numbers:
 
     def of(self, value: Any) -> Hashable:
         """Return what is equal for equal values; for what can change it is a number."""
-        kind, of, parts = cast(Any, type(value)), self.of, cast(Any, None)
+        kind: Any = type(value)
+        of = self.of
+        parts: Any
         if kind is list:
             parts = (kind, *[p if type(p) in _CONSTANT else of(p) for p in value])
         elif kind is dict:
@@ -123,7 +128,8 @@ class Numbers:
         elif kind is set:
             parts = frozenset(value)
         elif (slots := _parts(kind)) is None:
-            return cast(Hashable, value)
+            hashable: Hashable = value
+            return hashable
         else:
             inner = [getattr(value, name) for name in slots] or value.__dict__.values()
             parts = (kind, *[p if type(p) in _CONSTANT else of(p) for p in inner])
@@ -133,10 +139,10 @@ class Numbers:
 class _Search:
     """One search under way: how each state was reached, and what reaches it without a fault."""
 
-    def __init__(self, max_depth: int | None) -> None:
+    def __init__(self, max_depth: int | None, numbers: Numbers) -> None:
         self.max_depth = max_depth
         self.found = Explored()
-        self.numbers = Numbers()
+        self.numbers = numbers
         self.states: dict[Hashable, int] = {}
         self.came: list[tuple[int, Step | None]] = []
         self.depth: list[int] = []
@@ -185,6 +191,7 @@ class _Search:
         if is_end:
             self.safe.append(at)
             self.found.num_ends += 1
+            self.found.ends.add(self.numbers.of(world))
             try:
                 world.check_end()
             except BrokenPromise as error:
@@ -203,13 +210,18 @@ class _Search:
             raise BrokenPromise(f"it goes round and never ends; after {self.path(stuck[0])}")
 
 
-def explore(start: World, max_depth: int | None = None) -> Explored:
+def explore(start: World, max_depth: int | None = None, numbers: Numbers | None = None) -> Explored:
     """Try every interleaving, or every one of at most ``max_depth`` steps.
+
+    Args:
+        start: The world at first.
+        max_depth: Where to stop; nowhere if it is None.
+        numbers: Numbers the states; two searches that share it can be compared.
 
     Raises:
         BrokenPromise: The text ends with the steps that led there.
     """
-    search = _Search(max_depth)
+    search = _Search(max_depth, numbers or Numbers())
     at, _ = search.note(start, 0, None)
     todo: deque[tuple[int, World]] = deque([(at, start)])
     while todo:

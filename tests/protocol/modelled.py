@@ -45,6 +45,8 @@ class Plan:
     """What a bad frame is: of another epoch, or one that no server can run."""
     halves: bool = False
     """Whether what is asked again is asked of two servers, in two requests."""
+    reduced: bool = field(default=False, compare=False)
+    """Whether a step whose turn does not matter is taken alone; see ``World.only_step``."""
 
     client_book: type[ClientSlots] = ClientSlots
     server_book: type[ServerSlots] = ServerSlots

@@ -40,10 +40,11 @@ def server_steps(state: State, s: int) -> Iterator[Step]:
                 if window.close and not window.reply.posted:
                     yield from state.step(close, where)
                 if window.server is not None:
-                    yield from _window_steps(state, where)
+                    yield from window_steps(state, where)
 
 
-def _window_steps(state: State, where: Where) -> Iterator[Step]:
+def window_steps(state: State, where: Where) -> Iterator[Step]:
+    """Yield what a server may do next with one window."""
     window = state.windows[where]
     assert window.server is not None
     clock = state.servers[where.server].clock
