@@ -68,7 +68,7 @@ def read(tmp_path: Path, text: str) -> ClusterFile:
         (SERVER + "standby = true\nexperts = '1'", "standby must be left out where there is a sh"),
         (
             SERVER + "standby = true\ncopies = 2",
-            "copies must be left out where there is standby, got 2",
+            "copies must be left out where standby is true, got 2",
         ),
         ("[access]\ntoken = 'x'\n" + SERVER, "[access] token is not known; known here: token_file"),
         ("[access]\ntoken_file = 3\n" + SERVER, "[access] token_file must be a string that is not"),

@@ -233,8 +233,8 @@ def _which(table: Table, count: int) -> _Which:
     if experts is not None and share is not None:
         raise table.error("experts", "left out where there is a share", list(experts))
     if copies != 1 and (standby or experts is not None):
-        what = "is standby" if standby else "are experts"
-        raise table.error("copies", f"left out where there {what}", copies)
+        where = "standby is true" if standby else "there are experts"
+        raise table.error("copies", f"left out where {where}", copies)
     parts = share[1] if share is not None else count
     if copies > parts:
         raise table.error("copies", f"at most the number of shares ({parts})", copies)
