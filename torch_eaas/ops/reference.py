@@ -44,6 +44,20 @@ def group_shrink_ref(counts_G: Tensor) -> tuple[Tensor, Tensor]:
     return groups_G, counts_G.new_tensor([active.numel()])
 
 
+def shrink_groups_ref(counts_G: Tensor, block_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Define ``torch_eaas.ops.group_shrink``: see there."""
+    tiles_G = -(-counts_G // block_rows)
+    totals_3 = torch.stack([(counts_G > 0).sum(), tiles_G.sum(), counts_G.sum()])
+    groups_A = counts_G.nonzero().flatten()
+    starts = (counts_G.cumsum(0) - counts_G, tiles_G.cumsum(0) - tiles_G)
+    lists = []
+    for values_G, rest in ((None, -1), (starts[0], totals_3[2]), (starts[1], totals_3[1])):
+        list_G = torch.full_like(counts_G, int(rest))
+        list_G[: len(groups_A)] = groups_A if values_G is None else values_G[groups_A]
+        lists.append(list_G)
+    return lists[0], lists[1], lists[2], totals_3.int()
+
+
 def swiglu_ref(gate_up_R2I: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` of rows that hold gate and up side by side.
 
