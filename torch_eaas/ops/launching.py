@@ -16,6 +16,9 @@ from torch import Tensor
 
 from torch_eaas.errors import ConfigError
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of hidden states."""
+
 _LIBRARY = torch.library.Library("torch_eaas", "FRAGMENT")
 
 _INTERPRETED_BLOCKS = 3
@@ -57,6 +60,22 @@ def check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], ndi
         raise ConfigError(
             f"{name} must be contiguous, got strides {tensor.stride()} for shape "
             f"{tuple(tensor.shape)}; call .contiguous() first"
+        )
+
+
+def check_slots(num_tokens_S: Tensor | None, num_rows: int) -> None:
+    """Refuse counts of tokens that do not divide rows into equal slots.
+
+    Raises:
+        ConfigError: Another dtype, shape or layout, or no whole number of rows per slot.
+    """
+    if num_tokens_S is None:
+        return
+    check_tensor("num_tokens_S", num_tokens_S, (torch.int32,), 1)
+    if num_tokens_S.shape[0] == 0 or num_rows % num_tokens_S.shape[0]:
+        raise ConfigError(
+            f"num_tokens_S names {num_tokens_S.shape[0]} slots, which must be at least 1 and "
+            f"divide the {num_rows} rows"
         )
 
 
