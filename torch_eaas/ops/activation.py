@@ -120,7 +120,7 @@ def _fake_quantize(gate_up_R2I: Tensor, totals_3: Tensor | None) -> tuple[Tensor
     return out_RI, out_RI.new_empty((out_RI.shape[0], blocks), dtype=torch.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _swiglu_kernel(
     gate_up_R2I: tl.tensor,
     totals_3: tl.tensor,

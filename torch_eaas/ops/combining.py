@@ -117,7 +117,7 @@ def _fake(
     return rows_ND.new_empty((*leading, rows_ND.shape[1]), dtype=torch.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def _combine_kernel(
     rows_ND: tl.tensor,
     places_TK: tl.tensor,
@@ -144,7 +144,7 @@ def _combine_kernel(
         token = number
         if num_tokens_S is not None:
             token = tl.max(find_tokens(tl.full((1,), number, tl.int32), ends_S, room), axis=0)
-        first = token.to(tl.int64) * TOP_K
+        first = tl.cast(token, tl.int64) * TOP_K
         sum_B = tl.zeros((BLOCK,), tl.float32)
         for k in tl.static_range(TOP_K):
             place = tl.load(places_TK + first + k).to(tl.int64)
@@ -156,7 +156,7 @@ def _combine_kernel(
             else:
                 sum_B += weight * row_B
         if not PER_EXPERT:
-            tl.store(out + token.to(tl.int64) * hidden + columns_B, sum_B, mask=here_B)
+            tl.store(out + tl.cast(token, tl.int64) * hidden + columns_B, sum_B, mask=here_B)
 
 
 _op = define_op(

@@ -2,6 +2,8 @@
 
 A grid is fixed by what the host knows (shapes and the device), never by a count on the device, so
 that a CUDA graph replays it: a few blocks for each multiprocessor walk over whatever there is.
+Sizes that change while a server runs (rows, slots, groups) are marked ``do_not_specialize`` in the
+kernels: Triton would compile anew, in the middle of a request, when one becomes 1 or odd.
 """
 
 from __future__ import annotations

@@ -83,40 +83,24 @@ def launch(
         return rows_R, places_STK, counts_G.zero_()
     max_pieces = slots * triton.cdiv(room * top_k, _PIECE)
     blocks = triton.cdiv(num_groups, _GROUPS)
-    counts_CG = ids_STK.new_empty((max_pieces, num_groups))
+    stride = blocks * _GROUPS
+    counts_CG = ids_STK.new_empty((max_pieces, stride))
     starts_G, sums_B = torch.empty_like(counts_G), counts_G.new_empty(blocks)
     walkers = min(max_pieces, blocks_on(ids_STK.device, 4))
-    sizes = (slots, room, top_k, *groups_LE.shape, num_groups)
-    power = {"SLOTS": triton.next_power_of_2(slots), "PIECE": _PIECE}
+    shape = (slots, room, top_k)
+    sizes = (*shape, *groups_LE.shape, num_groups, stride)
+    power = triton.next_power_of_2
+    common = {"SLOTS": power(slots), "PIECE": _PIECE, "GROUPS": _GROUPS}
+    outputs = (rows_R, places_STK, counts_CG)
     with on_device(ids_STK):
-        rank_kernel[(walkers,)](
-            *inputs, rows_R, places_STK, counts_CG, *sizes, COMPARED=_COMPARED, **power
-        )
+        rank_kernel[(walkers,)](*inputs, *outputs, *sizes, COMPARED=_COMPARED, **common)
         if num_groups:
+            scratch = (counts_CG, counts_G, starts_G, sums_B)
             scan_kernel[(blocks,)](
-                num_tokens_S,
-                counts_CG,
-                counts_G,
-                starts_G,
-                sums_B,
-                *sizes[:3],
-                num_groups,
-                PIECES=_PIECES,
-                GROUPS=_GROUPS,
-                **power,
+                num_tokens_S, *scratch, *shape, num_groups, stride, PIECES=_PIECES, **common
             )
             place_kernel[(walkers,)](
-                *inputs,
-                rows_R,
-                places_STK,
-                counts_CG,
-                starts_G,
-                sums_B,
-                *sizes,
-                blocks,
-                BLOCKS=triton.next_power_of_2(blocks),
-                GROUPS=_GROUPS,
-                **power,
+                *inputs, *outputs, starts_G, sums_B, *sizes, blocks, BLOCKS=power(blocks), **common
             )
     return rows_R, places_STK, counts_G
 

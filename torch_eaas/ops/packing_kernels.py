@@ -73,7 +73,7 @@ def _load_groups(
     return tl.where(groups < num_groups, groups, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "layers", "num_groups"])
 def rank_kernel(
     ids_STK: tl.tensor,
     layers_S: tl.tensor,
@@ -88,9 +88,11 @@ def rank_kernel(
     layers: tl.tensor,
     experts: tl.tensor,
     num_groups: tl.tensor,
+    stride: tl.tensor,
     SLOTS: tl.constexpr,
     PIECE: tl.constexpr,
     COMPARED: tl.constexpr,
+    GROUPS: tl.constexpr,
 ) -> None:
     """Write ranks to ``places_STK`` and counts, and -1 wherever no row comes from or goes to.
 
@@ -111,10 +113,10 @@ def rank_kernel(
         slot, begin, end = _locate(piece, ends_S, num_tokens_S, slots, room, top_k, PIECE)
         layer = tl.load(layers_S + slot)
         first = slot * slot_rows
-        counts_G = counts_CG + tl.cast(piece, tl.int64) * num_groups
-        for start in range(0, num_groups, 1024):
-            groups = start + tl.arange(0, 1024)
-            tl.store(counts_G + groups, 0, mask=groups < num_groups)
+        counts_G = counts_CG + tl.cast(piece, tl.int64) * stride
+        for start in range(0, stride, 8 * GROUPS):
+            places = start + tl.arange(0, 8 * GROUPS)
+            tl.store(counts_G + places, 0, mask=places < stride)
         # the zeros are written before the counts, by whichever threads
         tl.debug_barrier()
 
@@ -138,7 +140,7 @@ def rank_kernel(
         tl.store(counts_G + groups, same, mask=(groups >= 0) & (rank == same - 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "num_groups"])
 def scan_kernel(
     num_tokens_S: tl.tensor,
     counts_CG: tl.tensor,
@@ -149,6 +151,7 @@ def scan_kernel(
     room: tl.tensor,
     top_k: tl.tensor,
     num_groups: tl.tensor,
+    stride: tl.tensor,
     SLOTS: tl.constexpr,
     PIECE: tl.constexpr,
     PIECES: tl.constexpr,
@@ -166,8 +169,8 @@ def scan_kernel(
     sum_G = tl.zeros((GROUPS,), tl.int32)
     for start in range(0, num_pieces, PIECES):
         pieces = start + tl.arange(0, PIECES)
-        pointers = counts_CG + pieces[:, None].to(tl.int64) * num_groups + groups[None, :]
-        mask = (pieces < num_pieces)[:, None] & (groups < num_groups)[None, :]
+        pointers = counts_CG + pieces[:, None].to(tl.int64) * stride + groups[None, :]
+        mask = (pieces < num_pieces)[:, None]
         counts = tl.load(pointers, mask=mask, other=0)
         tl.store(pointers, sum_G[None, :] + tl.cumsum(counts, axis=0) - counts, mask=mask)
         sum_G += tl.sum(counts, axis=0)
@@ -176,7 +179,7 @@ def scan_kernel(
     tl.store(sums_B + tl.program_id(0), tl.sum(sum_G, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "layers", "num_groups", "blocks"])
 def place_kernel(
     ids_STK: tl.tensor,
     layers_S: tl.tensor,
@@ -193,6 +196,7 @@ def place_kernel(
     layers: tl.tensor,
     experts: tl.tensor,
     num_groups: tl.tensor,
+    stride: tl.tensor,
     blocks: tl.tensor,
     SLOTS: tl.constexpr,
     PIECE: tl.constexpr,
@@ -222,7 +226,7 @@ def place_kernel(
         held = groups >= 0
         places = tl.gather(begins_B, tl.where(held, groups // GROUPS, 0), axis=0)
         places += tl.load(starts_G + groups, mask=held, other=0)
-        counts_G = counts_CG + tl.cast(piece, tl.int64) * num_groups
+        counts_G = counts_CG + tl.cast(piece, tl.int64) * stride
         places += tl.load(counts_G + groups, mask=held, other=0)
         places += tl.load(places_STK + first + rows, mask=held, other=0)
         tl.store(places_STK + first + rows, places, mask=held)
