@@ -151,3 +151,8 @@ def test_rows_that_have_no_two_halves_are_refused(op: object) -> None:
 def test_totals_of_another_dtype_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"totals_3 must be int32, got torch.int64"):
         swiglu(torch.zeros(2, 4), torch.zeros(3, dtype=torch.int64))
+
+
+def test_totals_of_another_shape_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"totals_3 must be group_shrink's, got shape \(1,\)"):
+        swiglu(torch.zeros(2, 4), torch.zeros(1, dtype=torch.int32))
