@@ -39,7 +39,7 @@ DELAYED = Kind(
     name="delayed",
     sizes=Sizes(hidden=64, intermediate=32, num_experts=8, top_k=2),
     num_tokens=8,
-    delay=timedelta(milliseconds=10),
+    delay=timedelta(milliseconds=8),
 )
 BRISK = replace(DELAYED, name="brisk", delay=timedelta(milliseconds=4))
 """For pauses: asking another server again costs its delay, and is not what is measured."""
