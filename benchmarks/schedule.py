@@ -46,7 +46,8 @@ def random_schedule(
         if number % OTHERS_EACH == OTHERS_EACH // 2:
             phase[-1] = turn
         elif number % OTHERS_EACH == OTHERS_EACH - 1:
-            phase[num_servers + rng.randrange(num_clients)] = turn
+            client = number // (2 * OTHERS_EACH) % num_clients
+            phase[num_servers + client] = turn
         else:
             phase[rng.randrange(num_servers)] = STOP if rng.random() * 10 < STOPPED_OF_TEN else KILL
         phases.append(phase)
