@@ -60,7 +60,7 @@ class _Tally:
     faulty: Timed = (0, 0.0)
     calm: Timed = (0, 0.0)
     slowest_s: float = 0.0
-    interrupted: Timed = (0, 0.0)
+    met: Timed = (0, 0.0)
     declared_dead: int = 0
 
 
@@ -91,7 +91,7 @@ def measure(report: Report, nursery: Nursery, marks: Marks, chaos: Chaos) -> Non
         busy_s=round(tally.faulty[1], 3),
         calm_forwards=tally.calm[0],
         calm_busy_s=round(tally.calm[1], 3),
-        paused_s=round(tally.interrupted[1] - tally.interrupted[0] * usual_s, 3),
+        paused_s=round(tally.met[1] - tally.met[0] * usual_s, 3),
         schedule=tally.played,
     )
 
@@ -111,7 +111,7 @@ def _measure_phase(cluster: FailingCluster, chaos: Chaos, phase: Phase, tally: _
             tally.slowest_s = max(tally.slowest_s, own_s)
     if not any(phase[NUM_SERVERS:-1]):
         tally.faulty = _plus(tally.faulty, made)
-        tally.interrupted = _plus(tally.interrupted, _interrupted(marks, firsts, hits))
+        tally.met = _plus(tally.met, _met(marks, firsts, hits))
         made = run_clients(cluster, partial(cluster.forward, made[0]))
         tally.calm = _plus(tally.calm, made)
 
@@ -130,15 +130,20 @@ def _play(
         tally.declared_dead += cluster.monitor.leases_expired() - expired
 
 
-def _interrupted(marks: Marks, firsts: Sequence[int], hits: Sequence[Hit]) -> Timed:
-    """Return the forwards that were under way when a server was hit, and what they took."""
-    took = [
-        took
-        for client, first in enumerate(firsts)
-        for start, took in marks.forwards(client, first)
-        if any(start <= hit.at <= start + took for hit in hits if hit.process < NUM_SERVERS)
-    ]
-    return len(took), sum(took)
+def _met(marks: Marks, firsts: Sequence[int], hits: Sequence[Hit]) -> Timed:
+    """Return the forwards that met a server that was hit, and what they took.
+
+    They are those under way at that moment and the next ones: a client that had its answer already
+    meets the silent server then.
+    """
+    times = [hit.at for hit in hits if hit.process < NUM_SERVERS]
+    met: list[float] = []
+    for client, first in enumerate(firsts):
+        made = marks.forwards(client, first)
+        for at in times:
+            since = [took for start, took in made if start + took >= at]
+            met += since[:2]
+    return len(met), sum(met)
 
 
 def _overlap(stop: tuple[float, float], start: float, end: float) -> float:

@@ -8,7 +8,8 @@ and no core; ``real`` ones compute for as long.
 ``throughput_loss_pct`` compares seconds a forward under faults with seconds a forward in peace,
 phase by phase, for the ``delayed`` servers alone: their delay is most of a forward, so two cores
 stay half idle, and neither a restart nor a wake-up that has to wait for a core is what is measured.
-``paused_s`` is the part of it that interrupted forwards took longer.
+``paused_pct`` is what the forwards alone took longer that met a server just hit: in it is no gain
+from a server less to ask, and no loss from a restart beside them.
 
 ``--forwards N`` says how many forwards are made under faults, over all rows. ``--schedule FILE``
 plays another schedule, for 4 servers, 2 clients and the monitor. ``--kills N`` says how many
@@ -144,6 +145,8 @@ def _check(report: Report, parts: Sequence[tuple[Kind, int, float]]) -> None:
         f" / (({_sum(timed, 'busy_s')}) / ({_sum(timed, 'timed_forwards')}))",
         "<= 2",
     )
+    paused, busy = _sum(timed, "paused_s"), _sum(timed, "busy_s")
+    report.add_check("paused_pct", f"100 * ({paused}) / ({busy})", "<= 2")
     report.add_check("rss_bytes_per_kill", "rows['client kills'].rss_bytes_per_kill", "<= 1024")
     report.add_check(
         "descriptors_grown",
