@@ -104,14 +104,10 @@ def _measure_phase(cluster: FailingCluster, chaos: Chaos, phase: Phase, tally: _
     tally.played.append(phase)
     tally.hits += hits
     tally.forwards += made[0]
-    for client, first in enumerate(firsts):
-        stops = [hit.stood_still for hit in hits if hit.process == NUM_SERVERS + client]
-        for start, took in marks.forwards(client, first):
-            own_s = took - sum(_overlap(stop, start, start + took) for stop in stops if stop)
-            tally.slowest_s = max(tally.slowest_s, own_s)
+    tally.slowest_s = max(tally.slowest_s, slowest(marks, firsts, hits))
     if not any(phase[NUM_SERVERS:-1]):
         tally.faulty = _plus(tally.faulty, made)
-        tally.met = _plus(tally.met, _met(marks, firsts, hits))
+        tally.met = _plus(tally.met, met(marks, firsts, hits))
         made = run_clients(cluster, partial(cluster.forward, made[0]))
         tally.calm = _plus(tally.calm, made)
 
@@ -130,20 +126,31 @@ def _play(
         tally.declared_dead += cluster.monitor.leases_expired() - expired
 
 
-def _met(marks: Marks, firsts: Sequence[int], hits: Sequence[Hit]) -> Timed:
+def slowest(marks: Marks, firsts: Sequence[int], hits: Sequence[Hit]) -> float:
+    """Return the seconds of the slowest forward; what its client stood still does not count."""
+    longest_s = 0.0
+    for client, first in enumerate(firsts):
+        stops = [hit.stood_still for hit in hits if hit.process == NUM_SERVERS + client]
+        for start, took in marks.forwards(client, first):
+            own_s = took - sum(_overlap(stop, start, start + took) for stop in stops if stop)
+            longest_s = max(longest_s, own_s)
+    return longest_s
+
+
+def met(marks: Marks, firsts: Sequence[int], hits: Sequence[Hit]) -> Timed:
     """Return the forwards that met a server that was hit, and what they took.
 
     They are those under way at that moment and the next ones: a client that had its answer already
     meets the silent server then.
     """
     times = [hit.at for hit in hits if hit.process < NUM_SERVERS]
-    met: list[float] = []
+    took_s: list[float] = []
     for client, first in enumerate(firsts):
         made = marks.forwards(client, first)
         for at in times:
             since = [took for start, took in made if start + took >= at]
-            met += since[:2]
-    return len(met), sum(met)
+            took_s += since[:2]
+    return len(took_s), sum(took_s)
 
 
 def _overlap(stop: tuple[float, float], start: float, end: float) -> float:

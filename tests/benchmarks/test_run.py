@@ -65,8 +65,8 @@ def test_failover_answers_everything_while_processes_die(tmp_path: Path) -> None
     written = quick("failover", tmp_path)
     values = {check["name"]: check["value"] for check in written["checks"]}
     assert (values["failed"], values["wrong"], values["declared_dead"]) == (0, 0, 0)
-    # what a client stood still itself is not in it
-    assert values["slowest_s"] < STOPS_S[0] + STOPS_S[1]
+    # the client was the second to be stopped, and what it stood still is not its forward's time
+    assert values["slowest_s"] < STOPS_S[1]
     rows = {tuple(row["key"]): row for row in written["rows"]}
     chaos = rows["delayed", "clients 2"]
     assert chaos["forwards"] >= 40
