@@ -117,12 +117,15 @@ def _play(
 ) -> None:
     """Let a phase happen, and note the hits; at its end all is well again."""
     before = sum(cluster.marks.done)
-    expired = cluster.monitor.leases_expired() if phase[-1] == STOP else 0
+    # where nobody else faults, nobody is to be taken for dead
+    is_watched = phase[-1] == STOP and not any(phase[:-1])
+    expired = cluster.monitor.leases_expired() if is_watched else 0
     hits += cluster.play(phase)
     cluster.await_well()
     cluster.forward(max(0, num_forwards - (sum(cluster.marks.done) - before)))
-    if phase[-1] == STOP:
-        # nobody else faults in this phase: who counts as silent was not
+    # a server that was stopped for longer than its lease loses its pairs only now, for a moment
+    cluster.await_well()
+    if is_watched:
         tally.declared_dead += cluster.monitor.leases_expired() - expired
 
 
