@@ -74,9 +74,13 @@ def measure(report: Report, nursery: Nursery, marks: Marks, chaos: Chaos) -> Non
     ) as cluster:
         cluster.await_well()
         run_clients(cluster, lambda: cluster.forward(WARM_UP))
-        while tally.forwards < chaos.forwards or len(tally.played) < chaos.num_phases:
+        while (
+            tally.forwards < chaos.forwards
+            or len(tally.played) < chaos.num_phases
+            or not tally.faulty[0]
+        ):
             _measure_phase(cluster, chaos, next(phases), tally)
-    usual_s = tally.calm[1] / max(1, tally.calm[0])
+    usual_s = tally.calm[1] / tally.calm[0]
     report.add_row(
         chaos.kind.name,
         f"clients {clients}",

@@ -89,7 +89,7 @@ def for_clients(
     """Return a schedule for fewer clients; a sole client is stopped, but never killed.
 
     Raises:
-        ConfigError: Nothing is left of it.
+        ConfigError: No phase is left that is timed: one in which no client faults.
     """
     first, last = num_servers, num_servers + num_clients
     fitted = [[*phase[:last], phase[-1]] for phase in phases]
@@ -97,8 +97,11 @@ def for_clients(
         for phase in fitted:
             phase[first] = 0 if phase[first] == KILL else phase[first]
     left = [phase for phase in fitted if min(phase) < 0]
-    if not left:
-        raise ConfigError("a schedule needs a phase in which a process faults that is there")
+    if all(any(phase[first:last]) for phase in left):
+        raise ConfigError(
+            f"for {num_clients} clients a schedule needs a phase in which a server or the monitor "
+            f"faults and no client does, got {phases!r:.80}"
+        )
     return left
 
 
