@@ -99,8 +99,8 @@ def for_clients(
     left = [phase for phase in fitted if min(phase) < 0]
     if all(any(phase[first:last]) for phase in left):
         raise ConfigError(
-            f"for {num_clients} clients a schedule needs a phase in which a server or the monitor "
-            f"faults and no client does, got {phases!r:.80}"
+            f"a schedule needs a phase in which a server or the monitor faults and no client does, "
+            f"got {phases!r:.80}"
         )
     return left
 
