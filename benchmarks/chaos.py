@@ -60,6 +60,7 @@ class _Tally:
     faulty: Timed = (0, 0.0)
     calm: Timed = (0, 0.0)
     slowest_s: float = 0.0
+    slowest_phase: int = -1
     met: Timed = (0, 0.0)
     declared_dead: int = 0
 
@@ -91,6 +92,7 @@ def measure(report: Report, nursery: Nursery, marks: Marks, chaos: Chaos) -> Non
         faults_in_hand=sum(hit.in_hand for hit in tally.hits),
         declared_dead=tally.declared_dead,
         slowest_s=round(tally.slowest_s, 4),
+        slowest_phase=tally.slowest_phase,
         timed_forwards=tally.faulty[0],
         busy_s=round(tally.faulty[1], 3),
         calm_forwards=tally.calm[0],
@@ -108,7 +110,9 @@ def _measure_phase(cluster: FailingCluster, chaos: Chaos, phase: Phase, tally: _
     tally.played.append(phase)
     tally.hits += hits
     tally.forwards += made[0]
-    tally.slowest_s = max(tally.slowest_s, slowest(marks, firsts, hits))
+    slowest_s = slowest(marks, firsts, hits)
+    if slowest_s > tally.slowest_s:
+        tally.slowest_s, tally.slowest_phase = slowest_s, len(tally.played) - 1
     if not any(phase[NUM_SERVERS:-1]):
         tally.faulty = _plus(tally.faulty, made)
         tally.met = _plus(tally.met, met(marks, firsts, hits))
