@@ -21,7 +21,14 @@ CASES = (
         name="failover",
         summary="right answers while servers, clients and the monitor are killed and stopped",
         module="benchmarks.failover",
-        tests=("tests/test_faults.py", "tests/test_client*.py", "tests/test_server*.py"),
+        tests=(
+            "tests/test_faults.py",
+            "tests/test_silence.py",
+            "tests/test_client*.py",
+            "tests/test_server*.py",
+            "tests/benchmarks/test_chaos.py",
+            "tests/benchmarks/test_schedule.py",
+        ),
     ),
 )
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+from benchmarks.failing_monitor import LEASE_S, FailingMonitor
 from benchmarks.failover_roles import ClientRole, Kind, ServerRole, ask, serve
 from benchmarks.marks import END, IDLE, RUN, Marks
 from benchmarks.nursery import Nursery, Offspring
 from benchmarks.schedule import KILL, STOP, Phase
-from torch_eaas.cli.children import Child
-from torch_eaas.cli.cluster import START_TIMEOUT
 from torch_eaas.errors import PeerTimeout
 
 NICE = 19
@@ -23,8 +21,8 @@ WELL_S = 60.0
 STRIKE_S = 0.5
 """How long to wait for a server to have a request in hand before it is hit without one."""
 
-STOPS_S = (0.3, 1.3)
-"""Stops are shorter and longer than a request's time, in turn."""
+STOPS_S = (0.3, 1.3, 1.25 * LEASE_S)
+"""Stops are shorter than a request's time, longer than that, and longer than a lease, in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +37,9 @@ class Hit:
 
     in_hand: bool
     """Whether the victim was a server whose experts ran at that moment."""
+
+    stood_still: tuple[float, float] | None = None
+    """From when to when it did, if it was stopped and not killed."""
 
 
 class FailingCluster:
@@ -66,11 +67,7 @@ class FailingCluster:
         self.marks, self.num_servers, self.num_clients = marks, num_servers, num_clients
         self._nursery, self._kind, self._ballast = nursery, kind, ballast_bytes
         self._stops = 0
-        self._port = 0
-        self._url = ""
-        self._monitor_is_new = True
-        self._monitor = self._start_monitor(0)
-        self._await_monitor()
+        self.monitor = FailingMonitor()
         self._servers = [self._start_server(index, 0) for index in range(num_servers)]
         for client in range(num_clients):
             marks.command[client] = IDLE
@@ -80,7 +77,7 @@ class FailingCluster:
 
     def await_well(self) -> None:
         """Wait until the monitor answers and each client has a pair to each server."""
-        self._await_monitor()
+        self.monitor.await_ready()
         self._await(
             lambda: (
                 all(pairs == self.num_clients for pairs in self.marks.pairs[: self.num_servers])
@@ -114,7 +111,7 @@ class FailingCluster:
         for process, what in enumerate(phase):
             if what == KILL:
                 hits.append(self._kill(process))
-            elif what == STOP and process < self.num_servers:
+            elif what == STOP:
                 hits.append(self._stop(process))
         return hits
 
@@ -137,7 +134,7 @@ class FailingCluster:
         """End all processes."""
         for offspring in (*self._clients, *self._servers):
             offspring.close()
-        self._monitor.close()
+        self.monitor.close()
 
     def __enter__(self) -> Self:
         return self
@@ -147,34 +144,43 @@ class FailingCluster:
 
     def _kill(self, process: int) -> Hit:
         """Kill a process and start another in its place."""
-        if process == self.num_servers + self.num_clients:
-            at = time.monotonic()
-            self._monitor.close()
-            self._monitor = self._start_monitor(NICE)
-            return Hit(process=process, at=at, in_hand=False)
-        if process >= self.num_servers:
-            client = process - self.num_servers
-            at = time.monotonic()
-            self._clients[client].close()
-            self._clients[client] = self._start_client(client, NICE)
-            return Hit(process=process, at=at, in_hand=False)
-        self._await_request(process)
+        if process < self.num_servers:
+            self._await_request(process)
         at = time.monotonic()
-        self._servers[process].close()
+        self._process(process).close()
         # who was killed while its experts ran has left its mark
-        hit = Hit(process=process, at=at, in_hand=bool(self.marks.in_hand[process]))
-        self._servers[process] = self._start_server(process, NICE)
+        hit = Hit(process=process, at=at, in_hand=self._is_in_hand(process))
+        client = process - self.num_servers
+        if client < 0:
+            self._servers[process] = self._start_server(process, NICE)
+        elif client < self.num_clients:
+            self._clients[client] = self._start_client(client, NICE)
+        else:
+            self.monitor.restart(NICE)
         return hit
 
     def _stop(self, process: int) -> Hit:
-        self._await_request(process)
+        """Let a process stand still for a while; the monitor always for longer than a lease."""
+        is_monitor = process == self.num_servers + self.num_clients
+        seconds = STOPS_S[-1] if is_monitor else STOPS_S[self._stops % len(STOPS_S)]
+        self._stops += not is_monitor
+        if process < self.num_servers:
+            self._await_request(process)
         at = time.monotonic()
-        self._servers[process].stop()
-        hit = Hit(process=process, at=at, in_hand=bool(self.marks.in_hand[process]))
-        time.sleep(STOPS_S[self._stops % len(STOPS_S)])
-        self._stops += 1
-        self._servers[process].resume()
-        return hit
+        victim = self._process(process)
+        victim.stop()
+        since, in_hand = time.monotonic(), self._is_in_hand(process)
+        time.sleep(seconds)
+        until = time.monotonic()
+        victim.resume()
+        return Hit(process=process, at=at, in_hand=in_hand, stood_still=(since, until))
+
+    def _process(self, number: int) -> Offspring:
+        """Return a process by its place in a phase."""
+        return [*self._servers, *self._clients, self.monitor.process][number]
+
+    def _is_in_hand(self, process: int) -> bool:
+        return process < self.num_servers and bool(self.marks.in_hand[process])
 
     def _await_request(self, server: int) -> None:
         end = time.monotonic() + STRIKE_S
@@ -187,29 +193,15 @@ class FailingCluster:
             kind=self._kind,
             index=index,
             count=self.num_servers,
-            monitor=self._url,
+            monitor=self.monitor.url,
             ballast_bytes=self._ballast if index == 0 else 0,
         )
         return self._nursery.start(serve, role, nice=nice)
 
     def _start_client(self, index: int, nice: int) -> Offspring:
         self.marks.state[index] = END
-        role = ClientRole(kind=self._kind, index=index, monitor=self._url)
+        role = ClientRole(kind=self._kind, index=index, monitor=self.monitor.url)
         return self._nursery.start(ask, role, nice=nice)
-
-    def _start_monitor(self, nice: int) -> Child:
-        arguments = ["monitor", f"--port={self._port}", "--lease=2", "--log-level=error"]
-        child = Child("the monitor", arguments)
-        if nice:
-            os.setpriority(os.PRIO_PROCESS, child.pid, nice)
-        self._monitor_is_new = True
-        return child
-
-    def _await_monitor(self) -> None:
-        if self._monitor_is_new:
-            self._url = str(self._monitor.ready(START_TIMEOUT)["url"])
-            self._port = int(self._url.rpartition(":")[2])
-            self._monitor_is_new = False
 
     def _await(self, ready: Callable[[], Any], told: Callable[[], str]) -> None:
         end = time.monotonic() + WELL_S

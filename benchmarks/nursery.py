@@ -65,10 +65,12 @@ class Offspring:
             raise PeerTimeout(f"process {self.pid} did not end within {END_S:g} s")
 
     def close(self) -> None:
-        """Kill it and wait for its end."""
-        self.kill()
-        self.wait()
-        os.close(self._fd)
+        """Kill it and wait for its end; safe twice."""
+        if self._fd >= 0:
+            self.kill()
+            self.wait()
+            os.close(self._fd)
+            self._fd = -1
 
     def _state(self) -> str:
         # the name before it may have spaces and brackets

@@ -6,13 +6,12 @@ then the monitor. Negative: this process faults in this phase; else it lives on:
     [[-1,  0,  0,  0,   0, 0,   0],     server 0 is killed and started again
      [ 0,  0, -2,  0,   0, 0,   0],     server 2 is stopped, and goes on after a while
      [ 0, -1,  0, -1,   0, 0,   0],     servers 1 and 3: no expert has both as holders
-     [ 0,  0,  0,  0,   0, -1,  0],     client 1
-     [ 0,  0,  0,  0,   0, 0,  -1]]     the monitor
+     [ 0,  0,  0,  0,   0, -1,  0],     client 1 is killed
+     [ 0,  0,  0,  0,   0, 0,  -2]]     the monitor is stopped for longer than a lease
 
--1 is SIGKILL, and a new process at once, at nice 19. -2, for servers only, is SIGSTOP, and SIGCONT
-after a while: a stopped client would only measure itself. A phase begins when all processes are
-well. Expert e is held by servers e and e + 1, round the ring, so two neighbours must not fault in
-one phase.
+-1 is SIGKILL, and a new process at once, at nice 19. -2 is SIGSTOP, and SIGCONT after a while. A
+phase begins when all processes are well. Expert e is held by servers e and e + 1, round the ring,
+so two neighbours must not fault in one phase.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ KILL, STOP = -1, -2
 STOPPED_OF_TEN = 3
 """Of ten faults of servers so many are stops."""
 
-OTHERS_EACH = 16
-"""One phase of so many is a client's, another one the monitor's."""
+OTHERS_EACH = 10
+"""One phase of so many is a client's, another one the monitor's: kills and stops in turn."""
 
 Phase = Sequence[int]
 
@@ -43,10 +42,12 @@ def random_schedule(
     phases = []
     for number in range(num_phases):
         phase = [0] * (num_servers + num_clients + 1)
+        turn = (KILL, STOP)[number // OTHERS_EACH % 2]
         if number % OTHERS_EACH == OTHERS_EACH // 2:
-            phase[-1] = KILL
+            phase[-1] = turn
         elif number % OTHERS_EACH == OTHERS_EACH - 1:
-            phase[num_servers + rng.randrange(num_clients)] = KILL
+            client = number // (2 * OTHERS_EACH) % num_clients
+            phase[num_servers + client] = turn
         else:
             phase[rng.randrange(num_servers)] = STOP if rng.random() * 10 < STOPPED_OF_TEN else KILL
         phases.append(phase)
@@ -72,11 +73,6 @@ def check_schedule(phases: Any, num_servers: int, num_clients: int) -> list[list
                 f"phase {number}: wanted {length} whole numbers of at least {STOP} "
                 f"({num_servers} servers, {num_clients} clients, the monitor), got {phase!r:.80}"
             )
-        if STOP in phase[num_servers:]:
-            raise ConfigError(
-                f"phase {number}: only servers are stopped ({STOP}); kill clients and the monitor "
-                f"({KILL}), got {phase}"
-            )
         down = {server for server in range(num_servers) if phase[server] < 0}
         for server in down:
             if num_servers > 1 and (server + 1) % num_servers in down:
@@ -90,18 +86,22 @@ def check_schedule(phases: Any, num_servers: int, num_clients: int) -> list[list
 def for_clients(
     phases: Sequence[Sequence[int]], num_servers: int, num_clients: int
 ) -> list[list[int]]:
-    """Return a schedule for fewer clients; a sole client is never killed.
+    """Return a schedule for fewer clients; a sole client is stopped, but never killed.
 
     Raises:
-        ConfigError: Nothing is left of it.
+        ConfigError: No phase is left that is timed: one in which no client faults.
     """
-    kept = num_clients if num_clients > 1 else 0
-    fitted = [
-        [*phase[: num_servers + kept], *[0] * (num_clients - kept), phase[-1]] for phase in phases
-    ]
+    first, last = num_servers, num_servers + num_clients
+    fitted = [[*phase[:last], phase[-1]] for phase in phases]
+    if num_clients == 1:
+        for phase in fitted:
+            phase[first] = 0 if phase[first] == KILL else phase[first]
     left = [phase for phase in fitted if min(phase) < 0]
-    if not left:
-        raise ConfigError("a schedule needs a phase in which a server or the monitor faults")
+    if all(any(phase[first:last]) for phase in left):
+        raise ConfigError(
+            f"a schedule needs a phase in which a server or the monitor faults and no client does, "
+            f"got {phases!r:.80}"
+        )
     return left
 
 

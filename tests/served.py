@@ -6,7 +6,8 @@ Shape legend: T tokens, K experts per token, D hidden, I intermediate, E experts
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,11 +124,11 @@ class Served:
             self.servers.append(server.serve_in_background())
         self.clients: list[Client] = []
 
-    def client(self, **options: Any) -> Client:
+    def client(self, *, clock: Callable[[], float] = time.monotonic, **options: Any) -> Client:
         """Return a client of all servers that has open pairs to them."""
         config = ClientConfig(hidden_size=D, top_k=K, **{"max_tokens": 16, **options})
         addresses = [server.address for server in self.servers]
-        client = Client(config, servers=addresses, transport=self.transport)
+        client = Client(config, servers=addresses, transport=self.transport, clock=clock)
         client.wait_ready(LAYERS, E)
         self.clients.append(client)
         return client

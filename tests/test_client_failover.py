@@ -30,6 +30,38 @@ def assert_right(layer: int, batch_: tuple[torch.Tensor, ...], out: torch.Tensor
     torch.testing.assert_close(out.double(), oracle(layer, *batch_), rtol=1e-5, atol=1e-5)
 
 
+class SuspendedClock:
+    """A clock before one look of which the client stands still for 3 s and all answers come."""
+
+    def __init__(self, cluster: Served) -> None:
+        self._cluster = cluster
+        self._thread = threading.current_thread()
+        self._looks = 0
+        self._gone = 0.0
+        self._client: Client | None = None
+
+    @property
+    def was_suspended(self) -> bool:
+        return self._client is None
+
+    def suspend_at(self, look: int, client: Client) -> None:
+        self._looks, self._client = look, client
+
+    def __call__(self) -> float:
+        if threading.current_thread() is self._thread and self._client is not None:
+            self._looks -= 1
+            if self._looks == 0:
+                client, self._client = self._client, None
+                for experts in self._cluster.experts:
+                    experts.go.set()
+                wait_until(lambda: self._answered() == client.counters()["requests"])
+                self._gone += 3
+        return time.monotonic() + self._gone
+
+    def _answered(self) -> int:
+        return sum(s.counters().get("requests", 0) for s in self._cluster.servers)
+
+
 # -- servers that are late or gone -----------------------------------------------------------------
 
 
@@ -72,6 +104,22 @@ def test_a_late_server_is_hedged_then_avoided_then_taken_back() -> None:
         assert client._connections.suspects == []
         assert_right(1, batch(8), call(client, 1, *batch(8)))
         assert len(cluster.experts[1].batches) > before
+
+
+def test_a_client_that_was_suspended_blames_nobody_whenever_that_was() -> None:
+    with served(2, copies=2) as cluster:
+        clock = SuspendedClock(cluster)
+        client = cluster.client(clock=clock, hedge_after=timedelta(seconds=2))
+        call(client, 1, *batch(8))
+        for look in range(1, 12):
+            for experts in cluster.experts:
+                experts.hold()
+            clock.suspend_at(look, client)
+            assert_right(1, batch(8, look), call(client, 1, *batch(8, look)))
+            assert clock.was_suspended, f"the clock was not looked at {look} times"
+            assert client._connections.suspects == []
+            counters = client.counters()
+            assert {"timeouts", "hedges", "resends"}.isdisjoint(counters), f"look {look}"
 
 
 def test_a_late_server_without_a_replica_still_counts_when_it_answers() -> None:

@@ -97,8 +97,11 @@ class CallEngine:
         quiet = self._answers[size_class]
         # one long sleep costs one wake-up; the answers are then looked for in short ones
         quiet_until = max(started, call.sent_at + quiet.seconds)
-        while not self._collect(call):
+        while True:
+            # read before the words are: what came while this process stood still is not late
             now = self._clock()
+            if self._collect(call):
+                break
             self._failover.tend(call, now)
             waited = max(0.0, now - quiet_until)
             left = max(0.0, quiet_until - now)

@@ -25,12 +25,14 @@ from torch_eaas.server_batch import BatchRunner, Experts
 from torch_eaas.server_control import ServerControl
 from torch_eaas.server_drain import DrainState
 from torch_eaas.server_loading import Load, Loading
+from torch_eaas.server_pairs import SLOW_SCAN_S
 
 LONGEST_QUIET_S = 0.002
 """A server that has answered sleeps through the shortest gap of lately before it looks for the next
 request, but not for longer: the next one may come sooner."""
 
-LONGEST_WAIT_S = 0.1
+LONGEST_WAIT_S = SLOW_SCAN_S
+"""Nobody rings for the windows that are looked at seldom."""
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +256,7 @@ class ExpertServer:
         return self._announced
 
     def _on_reply(self, reply: Reply) -> None:
+        self._control.hear_silent(reply.silent)
         # what it answers was announced by this thread just before
         self._loading.told(self._announced.trouble)
         if self._announced.state == "draining":

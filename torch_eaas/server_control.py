@@ -73,6 +73,7 @@ class ServerControl(Handler):
         self._registry.register(_Counters(self))
         self._changing = threading.Lock()
         self.writing = threading.Lock()
+        self._silent: frozenset[int] = frozenset()
         self.pairs: tuple[ServerPair, ...] = ()
         self.state: ServerState = "serving"
         self.placement = Placement()
@@ -103,6 +104,16 @@ class ServerControl(Handler):
     @override
     def gone(self, peer: int) -> None:
         self._drop(lambda pair: pair.peer == peer)
+
+    def hear_silent(self, clients: frozenset[int]) -> None:
+        """Note the clients, by instance, that are silent at the monitor.
+
+        Whoever was silent before may have asked since: only a new silence slows its scan.
+        """
+        fresh, self._silent = clients - self._silent, clients
+        for pair in self.pairs:
+            if pair.instance in fresh:
+                pair.is_silent = True
 
     def describe(self) -> Json:
         """Return who this server is and what it holds."""

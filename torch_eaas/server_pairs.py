@@ -23,6 +23,9 @@ from torch_eaas.protocol.layout import (
 from torch_eaas.protocol.slots import ServerSlots
 from torch_eaas.row_views import TORCH_DTYPES, RowViews
 
+SLOW_SCAN_S = 0.05
+"""How often the windows of a client are looked at that the monitor has not heard for a lease."""
+
 
 class BadFrame(TransportError):
     """A frame that is answered with an error instead of being run."""
@@ -76,6 +79,9 @@ class ServerPair:
         self.peer, self.client, self.instance, self.epoch = peer, client, instance, epoch
         self.spec = spec
         self.slots = ServerSlots(spec.slots, now)
+        self.is_silent = False
+        """Whether the client may be dead: it is looked at seldom, until it asks again."""
+        self._next_scan = 0.0
         self._requests = requests
         self._replies = replies
         num_words = spec.slots * WORD_BYTES
@@ -104,8 +110,14 @@ class ServerPair:
 
     def scan(self, now: float) -> bool:
         """Look for new words; return whether a request is ready."""
+        if now < self._next_scan:
+            return False
         self.slots.scan(self._request_words.tolist(), now)
-        return self.slots.num_ready > 0
+        is_ready = self.slots.num_ready > 0
+        if self.is_silent:
+            self.is_silent = not is_ready
+            self._next_scan = now + SLOW_SCAN_S if self.is_silent else 0.0
+        return is_ready
 
     def peek_rows(self) -> int:
         """Return the most rows that the next ready request may add to a batch."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.failing_cluster import STOPS_S
+from benchmarks.schedule import KILL, STOP
 from torch_eaas.cli.report import recompute
 
 ROOT = Path(__file__).parents[2]
@@ -62,12 +64,17 @@ def test_layer_compares_remote_and_local_experts(tmp_path: Path) -> None:
 def test_failover_answers_everything_while_processes_die(tmp_path: Path) -> None:
     written = quick("failover", tmp_path)
     values = {check["name"]: check["value"] for check in written["checks"]}
-    assert (values["failed"], values["wrong"]) == (0, 0)
+    assert (values["failed"], values["wrong"], values["declared_dead"]) == (0, 0, 0)
+    # the client was the second to be stopped, and what it stood still is not its forward's time
+    assert values["slowest_s"] < STOPS_S[1]
     rows = {tuple(row["key"]): row for row in written["rows"]}
     chaos = rows["delayed", "clients 2"]
     assert chaos["forwards"] >= 40
-    assert 5 <= chaos["faults"] == len(chaos["schedule"])
-    assert 1 <= chaos["faults_in_hand"] <= chaos["faults"]
+    # a server, a client and the monitor, each killed once and stopped once
+    assert chaos["faults"] == 6
+    assert [sum(phase) for phase in chaos["schedule"]] == [KILL, STOP] * 3
+    assert 1 <= chaos["faults_in_hand"] <= 2
+    assert 0 < chaos["timed_forwards"] < chaos["forwards"]
     assert rows["both down",]["recovered_s"] > rows["both down",]["down_s"]
     assert len(rows["pause",]["pauses_ms"]) == rows["pause",]["in_hand"]
     assert rows["client kills",]["died"] == rows["client kills",]["kills"]

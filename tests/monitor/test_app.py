@@ -36,6 +36,7 @@ def test_a_member_joins_beats_and_leaves(http: httpx.Client) -> None:
         "version": 2,
         "load": {},
         "pending": 0,
+        "silent": [],
     }
     assert http.get("/members").json()["servers"][0]["state"] == "draining"
     assert http.post("/leave", json={"instance": LIFE}).json() == {"left": True}

@@ -46,6 +46,9 @@ class Reply:
     pending: int = 0
     """Experts of a draining server for which another holder is to be expected."""
 
+    silent: frozenset[int] = frozenset()
+    """Clients, by instance, whose lease has expired lately."""
+
 
 class MonitorLink:
     """Calls a monitor, from any thread. The owner closes it.
@@ -90,6 +93,7 @@ class MonitorLink:
                     for layer, ids in data.get("load", {}).items()
                 },
                 pending=int(data.get("pending", 0)),
+                silent=frozenset(int(client, 16) for client in data.get("silent", [])),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TransportError(f"{self.url}{path} is no monitor: {error!r}") from error

@@ -71,6 +71,13 @@ class Members:
         """Servers whose lease expired and whose name no other life has taken."""
         return self._roster.suspects
 
+    @property
+    def silent_clients(self) -> list[int]:
+        """Clients, by instance, whose lease has expired in the last ten leases."""
+        told_for = (_GONE_AFTER - 1) * self._lease
+        silent = self._roster.silent_clients
+        return [m.announcement.instance for m in silent if self._last <= m.deadline + told_for]
+
     def missing(self) -> list[tuple[int, int]]:
         """Return the (layer, expert) pairs of the model that no live server holds."""
         return list(self._missing)

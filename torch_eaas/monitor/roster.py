@@ -52,6 +52,11 @@ class Roster:
         return [m for m in past if self.rival(m.announcement) is None]
 
     @property
+    def silent_clients(self) -> list[Member]:
+        """Clients whose lease expired and that have not joined again."""
+        return [m for m in self._past.values() if m.announcement.role == "client"]
+
+    @property
     def hopes(self) -> list[Member]:
         """Suspects that may still serve: none of them has had another life since."""
         return [m for m in self.suspects if not m.gone]

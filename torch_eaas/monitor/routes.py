@@ -64,6 +64,7 @@ def _reply(members: Members, status: Status, instance: str) -> dict[str, Any]:
         "version": version,
         "load": holdings_json(members.asked_of(life)),
         "pending": members.pending(life),
+        "silent": [instance_text(client) for client in members.silent_clients],
     }
 
 
