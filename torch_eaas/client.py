@@ -144,10 +144,13 @@ class Client:
             is dropped uncombined, since an error came between, is given up at the next dispatch.
 
         Raises:
-            ConfigError: A shape, dtype or id does not fit, or too many dispatches are under way.
+            ConfigError: A shape, dtype or id does not fit, too many dispatches are under way, or
+                the client is closed.
             ExpertUnavailable: No server holds an expert, and none came in ``recovery_timeout``.
         """
         started = self._clock()
+        if self._closed.is_set():
+            raise ConfigError(f"client {self.config.name} is closed; open one for this layer")
         if self._calls:
             self._forget_dropped()
         call = new_call(self.config, layer, num_experts, x_TD, ids_TK, weights_TK)
