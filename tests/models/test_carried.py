@@ -118,6 +118,7 @@ def first_layers(model: Any, num_layers: int) -> Any:
     return model
 
 
+@pytest.mark.timeout(300)
 @torch.no_grad()
 def test_the_decoder_compiles_whole_and_prompts_of_all_lengths_share_three_graphs() -> None:
     graphs = CompileCounterWithBackend("aot_eager")
