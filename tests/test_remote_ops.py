@@ -224,7 +224,10 @@ class ToOne(nn.Module):
 @torch.no_grad()
 def test_a_graph_goes_on_after_a_layer_that_found_no_holder() -> None:
     with served(2) as cluster:
-        client = cluster.client(recovery_timeout=timedelta(milliseconds=50))
+        # patient with the server that lives, not with the one that is gone
+        client = cluster.client(
+            recovery_timeout=timedelta(milliseconds=50), request_timeout=timedelta(seconds=20)
+        )
         moe = layer_of(client)
         compiled, _ = whole(moe)
         x, _, _ = batch(16)
