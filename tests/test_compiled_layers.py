@@ -86,3 +86,19 @@ def test_two_threads_share_a_compiled_layer_and_its_graph() -> None:
             for step, out in enumerate(outs):
                 assert_layer(moe, 1, batch(6, seed=2 * step + micro_batch)[0], out)
         assert graphs.frame_count == 1
+
+
+@torch.no_grad()
+def test_the_halves_may_lie_in_two_graphs() -> None:
+    with served(2) as cluster:
+        client = cluster.client()
+        experts = remote(client)
+
+        def broken(*inputs: Tensor) -> Tensor:
+            ticket = experts.dispatch(*inputs)
+            torch._dynamo.graph_break()
+            return experts.combine(ticket)
+
+        inputs = batch(4)
+        out = torch.compile(broken, backend="aot_eager")(*inputs)
+        assert_right(1, inputs, out)
