@@ -60,7 +60,12 @@ def inductor() -> Any:
     from torch._inductor.utils import run_and_get_code
 
     def run(module: Any, *inputs: Tensor) -> tuple[Any, list[str]]:
-        out, [code] = run_and_get_code(torch.compile(module, fullgraph=True), *inputs)
+        # what an earlier run left on disk may be another version's
+        with (
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
+            out, [code] = run_and_get_code(torch.compile(module, fullgraph=True), *inputs)
         found = re.findall(r"torch_eaas\.(\w+)\.default\(|extern_kernels\.(mm)\(", code)
         return out, [op or product for op, product in found]
 
