@@ -47,6 +47,7 @@ CLIENT = {
 CLIENT |= {"connections", "directory", "routing"}
 SERVER = {"server", "server_batch", "server_control", "server_drain", "server_loading"}
 SERVER |= {"server_pairs"}
+REMOTE_MOE = {"remote_moe", "remote_ops"}
 TOP = {"", "__main__"}
 
 WITHOUT_TORCH = [
@@ -71,7 +72,12 @@ def module_of(file: Path) -> str:
 def unit_of(module: str) -> str:
     """Return the folder or the group of files that a module belongs to."""
     head = module.split(".")[0]
-    for unit, members in (("client", CLIENT), ("server", SERVER), ("top", TOP)):
+    for unit, members in (
+        ("client", CLIENT),
+        ("server", SERVER),
+        ("remote_moe", REMOTE_MOE),
+        ("top", TOP),
+    ):
         if head in members:
             return unit
     return head

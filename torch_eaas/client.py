@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -139,13 +140,19 @@ class Client:
             num_experts: Experts of this layer.
 
         Returns:
-            A ticket for ``combine``: an int64 tensor of one element, otherwise opaque.
+            A ticket for ``combine``: an int64 tensor of one element, otherwise opaque. One that
+            is dropped uncombined, since an error came between, is given up at the next dispatch.
 
         Raises:
-            ConfigError: A shape, dtype or id does not fit, or too many dispatches are under way.
+            ConfigError: A shape, dtype or id does not fit, too many dispatches are under way, or
+                the client is closed.
             ExpertUnavailable: No server holds an expert, and none came in ``recovery_timeout``.
         """
         started = self._clock()
+        if self._closed.is_set():
+            raise ConfigError(f"client {self.config.name} is closed; open one for this layer")
+        if self._calls:
+            self._forget_dropped()
         call = new_call(self.config, layer, num_experts, x_TD, ids_TK, weights_TK)
         if len(self._calls) >= self.config.max_micro_batches:
             raise ConfigError(
@@ -159,6 +166,7 @@ class Client:
             call.release()
             raise
         number, ticket = self._new_ticket()
+        call.ticket = weakref.ref(ticket)
         self._calls[number] = call
         self._counters["dispatches"] += 1
         self._counters["tokens"] += call.num_tokens
@@ -245,6 +253,14 @@ class Client:
                 start = next(self._next_block)
                 block = torch.arange(start, start + TICKETS).view(TICKETS, 1).unbind()
                 self._tickets.extend(enumerate(block, start))
+
+    def _forget_dropped(self) -> None:
+        """Give up the calls whose ticket nobody has any more."""
+        for number, call in list(self._calls.items()):
+            if call.ticket is not None and call.ticket() is None:
+                dropped = self._calls.pop(number, None)
+                if dropped is not None:
+                    dropped.release()
 
     def _missing(self, layers: Sequence[int], num_experts: int) -> tuple[int, int] | None:
         """Return the first (layer, expert) that no open server holds."""

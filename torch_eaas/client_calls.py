@@ -5,6 +5,7 @@ Shape legend: T tokens, K experts per token, D hidden, n tokens of one share.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,6 +138,8 @@ class Call:
         self.unsent: list[tuple[Share, Sent]] = []
         self.sent_at = 0.0
         self.experts_us = 0
+        self.ticket: weakref.ref[Tensor] | None = None
+        """What the caller combines by; once it is gone, nobody will."""
 
     @property
     def num_tokens(self) -> int:

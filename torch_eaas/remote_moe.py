@@ -6,7 +6,7 @@ Shape legend: T tokens, K experts per token, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,25 @@ from torch import Tensor, nn
 from torch_eaas.client import Client
 from torch_eaas.config import check_at_least
 from torch_eaas.errors import ConfigError, InferenceOnlyError
+from torch_eaas.remote_ops import FORWARD_ONLY, address_of
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Maps tokens ``(T, D)`` to expert ids and final weights, both ``(T, K)``."""
+
+
+class Ticket(NamedTuple):
+    """Stands for an answer under way; made by ``dispatch``, used up by ``combine``.
+
+    One that is dropped instead gives its answer up, at the client's next dispatch.
+    """
+
+    number: Tensor
+    """What the client knows it by, int64 ``(1,)``."""
+
+    x_TD: Tensor
+    experts_TK: Tensor
+    weights_TK: Tensor
+    """What was dispatched: it stays as it is until ``combine``, which may send it again."""
 
 
 class RemoteExperts(nn.Module):
@@ -38,16 +54,18 @@ class RemoteExperts(nn.Module):
                 f"layer {layer} has top_k {top_k}, its client {client.config.top_k}; "
                 f"give the client the model's top_k"
             )
-        self.client = client
-        self.layer = layer
-        self.num_experts = num_experts
-        self.top_k = top_k
+        # all of them final: compiled code knows them by the address
+        self.client: Final = client
+        self.layer: Final = layer
+        self.num_experts: Final = num_experts
+        self.top_k: Final = top_k
+        self._address: Final = address_of(client, layer, num_experts)
 
     def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, ``(T, D)``, in ``x_TD``'s dtype."""
         return self.combine(self.dispatch(x_TD, experts_TK, weights_TK))
 
-    def dispatch(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def dispatch(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Ticket:
         """Send the tokens to their experts and return at once, with a ticket for ``combine``.
 
         Args:
@@ -56,21 +74,30 @@ class RemoteExperts(nn.Module):
             weights_TK: Final router weights, ``(T, K)``.
 
         Returns:
-            An int64 tensor of one element, otherwise opaque; each ticket is combined once.
+            A ticket, to be combined once.
         """
-        return self.client.dispatch(
-            self.layer, x_TD, experts_TK, weights_TK, num_experts=self.num_experts
-        )
+        if torch.compiler.is_compiling():
+            number = torch.ops.torch_eaas.dispatch(self._address, x_TD, experts_TK, weights_TK)
+        else:
+            number = self.client.dispatch(
+                self.layer, x_TD, experts_TK, weights_TK, num_experts=self.num_experts
+            )
+        return Ticket(number, x_TD, experts_TK, weights_TK)
 
-    def combine(self, ticket: Tensor, add: Tensor | None = None) -> Tensor:
+    def combine(self, ticket: Ticket, add: Tensor | None = None) -> Tensor:
         """Wait for a dispatch's answers; return their sum plus ``add``, ``(T, D)``.
 
         Blocks until every expert has answered: at most ``request_timeout``, and, for an expert
         whose holders are all gone or late by then, ``recovery_timeout`` more. A server that dies
         meanwhile is replaced where another holds its experts.
         """
-        sum_TD = self.client.combine(ticket, add)
-        return _forward_only(sum_TD) if torch.is_grad_enabled() else sum_TD
+        if torch.compiler.is_compiling():
+            sum_TD: Tensor = torch.ops.torch_eaas.combine(self._address, *ticket, add)
+            return sum_TD
+        sum_TD = self.client.combine(ticket.number, add)
+        if torch.is_grad_enabled():
+            return _forward_only(sum_TD, ticket.x_TD, ticket.weights_TK, add)
+        return sum_TD
 
     def extra_repr(self) -> str:
         """Return the numbers that ``repr`` shows."""
@@ -106,21 +133,17 @@ class RemoteMoE(nn.Module):
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Passes a tensor on, and raises where a gradient would have to come back."""
+    """Passes the sum on, and raises where a gradient would have to come back."""
 
     @staticmethod
-    def forward(ctx: Any, sum_TD: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, sum_TD: Tensor, *inputs: Tensor | None) -> Tensor:
         return sum_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise InferenceOnlyError(
-            "remote experts run forward only: their servers keep nothing for a backward pass; "
-            "call the model under torch.no_grad(), or train with local experts"
-        )
+        raise InferenceOnlyError(FORWARD_ONLY)
 
 
-def _forward_only(sum_TD: Tensor) -> Tensor:
-    anchor = torch.zeros((), requires_grad=True)
-    out: Tensor = _ForwardOnly.apply(sum_TD, anchor)  # type: ignore[no-untyped-call]  # torch's
+def _forward_only(sum_TD: Tensor, *inputs: Tensor | None) -> Tensor:
+    out: Tensor = _ForwardOnly.apply(sum_TD, *inputs)  # type: ignore[no-untyped-call]  # torch's
     return out

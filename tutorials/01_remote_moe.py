@@ -70,11 +70,12 @@ torch.testing.assert_close(out, expected + x)
 # %% [markdown]
 # ## What happened
 #
-# The client counts what it did; `resends` are the requests that another holder answered.
+# The client counts what it did; `resends` are the requests that another holder answered. There are
+# none if the death was known before the tokens were sent: then they went to that holder at once.
 
 # %%
 print(client.counters())
-assert client.counters()["resends"] >= 0
+assert client.counters()["dispatches"] == 3
 client.close()
 for server in servers:
     server.close()

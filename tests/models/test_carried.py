@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_eaas
 from torch_eaas.client import Client
@@ -108,6 +109,32 @@ def test_exact_mode_gives_bit_equal_logits_for_every_placement(expected: torch.T
             logits.append(load_client(CARRIED, client)(expected).logits)
     for other in logits[1:]:
         assert torch.equal(logits[0], other)
+
+
+def first_layers(model: Any, num_layers: int) -> Any:
+    """Cut a decoder off: compiling takes seconds a layer, and its layers with experts are alike."""
+    del model.model.layers[num_layers:]
+    model.config.num_hidden_layers = num_layers
+    return model
+
+
+@pytest.mark.timeout(300)
+@torch.no_grad()
+def test_the_decoder_compiles_whole_and_prompts_of_all_lengths_share_three_graphs() -> None:
+    graphs = CompileCounterWithBackend("aot_eager")
+    expected = first_layers(load_local(CARRIED), 2)
+    with served(2, 1) as (client, _):
+        model = first_layers(load_client(CARRIED, client), 2)
+        compiled = torch.compile(model, fullgraph=True, backend=graphs)
+        for length in (9, 33, 1, 64, 2):
+            ids = PROMPT.repeat(1, 3)[:, :length]
+            # a length of 1 is a graph of its own; without the mark the first length is one too
+            torch._dynamo.maybe_mark_dynamic(ids, 1)
+            found = compiled(ids, use_cache=False).logits
+            wanted = expected(ids, use_cache=False).logits
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+        assert client.counters()["dispatches"] == 5
+    assert graphs.frame_count <= 3
 
 
 @pytest.mark.parametrize("copies", [1, 2])
