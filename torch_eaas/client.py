@@ -13,7 +13,8 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Self
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch_eaas.client_calls import Call
 from torch_eaas.client_engine import CallEngine
 from torch_eaas.client_inputs import check_finite, new_call
+from torch_eaas.client_turns import ThreadTurn, Turn
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
@@ -31,6 +33,7 @@ from torch_eaas.connections import Connections
 from torch_eaas.directory import Directory
 from torch_eaas.errors import ConfigError, ExpertUnavailable
 from torch_eaas.placement import Placement
+from torch_eaas.spans import span
 
 MAINTAIN_S = 0.05
 """How often the background thread looks after the pairs."""
@@ -46,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 class Client:
     """Asks expert servers for experts; the caller owns and closes it.
+
+    One thread at a time may dispatch and combine; ``DoubleBatchOverlap`` sees to that for its own.
 
     Args:
         config: The client's options.
@@ -74,6 +79,7 @@ class Client:
         self._clock = clock
         self._connections = Connections(config, self.instance, self._transport, clock)
         self._calls: dict[int, Call] = {}
+        self._thread_turn = ThreadTurn()
         self._tickets: deque[tuple[int, Tensor]] = deque()
         self._next_block = itertools.count(1, TICKETS)
         self._counters: Counter[str] = Counter()
@@ -152,9 +158,11 @@ class Client:
                 f"{len(self._calls)} dispatches wait for their combine; "
                 f"raise max_micro_batches (now {self.config.max_micro_batches})"
             )
+        call.turn = turn = self._thread_turn.turn
         try:
             if call.num_tokens:
-                self._engine.begin(call)
+                with span("dispatch", layer, turn.index):
+                    self._engine.begin(call, turn)
         except BaseException:
             call.release()
             raise
@@ -185,12 +193,16 @@ class Client:
         if call is None:
             raise ConfigError(f"ticket {number} is not under way; combine takes each one once")
         started = self._clock()
+        turn = self._thread_turn.turn
         try:
-            self._engine.finish(call)
+            turn.check()
+            with span("wait", call.layer, turn.index):
+                self._engine.finish(call, turn)
             waited = self._clock()
-            result = call.sum(
-                self.config.hidden_size, exact=self.config.combine == "exact", add=add
-            )
+            with span("sum", call.layer, turn.index):
+                result = call.sum(
+                    self.config.hidden_size, exact=self.config.combine == "exact", add=add
+                )
         finally:
             call.release()
         if self.config.detect_anomalies:
@@ -201,6 +213,28 @@ class Client:
         self._counters["experts_us"] += call.experts_us
         self._counters["bookkeeping_us"] += int((self._clock() - waited) * 1e6)
         return result
+
+    @contextmanager
+    def taking_turns(self, turn: Turn) -> Iterator[None]:
+        """Let this thread's calls wait through ``turn``; an error gives up what it has dispatched.
+
+        Raises:
+            ConfigError: This thread takes turns already.
+        """
+        mine = self._thread_turn
+        if mine.is_taken:
+            raise ConfigError("a micro-batch cannot be split again: overlap is running already")
+        mine.turn, mine.is_taken = turn, True
+        try:
+            yield
+        except BaseException:
+            for number, call in list(self._calls.items()):
+                if call.turn is turn:
+                    del self._calls[number]
+                    call.release()
+            raise
+        finally:
+            del mine.turn, mine.is_taken
 
     def counters(self) -> dict[str, int]:
         """Return what happened so far: dispatches, tokens, requests, hedges, resends, times."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_eaas.client_pairs import Connection
 from torch_eaas.client_pieces import IDS, Piece
+from torch_eaas.client_turns import Turn
 from torch_eaas.protocol.requests import Fate, Original, Request
 
 FEW_ROWS = 8
@@ -137,6 +138,8 @@ class Call:
         self.unsent: list[tuple[Share, Sent]] = []
         self.sent_at = 0.0
         self.experts_us = 0
+        self.turn: Turn | None = None
+        """Who dispatched it."""
 
     @property
     def num_tokens(self) -> int:
