@@ -58,10 +58,11 @@ def run(options: Options) -> Report:
     torch.set_num_threads(1)
     report = Report(name="dbo")
     costs = COSTS_MS[2:3] if options.quick else COSTS_MS
+    in_flight = IN_FLIGHT[:1] if options.quick else IN_FLIGHT
     with pinned(cores()[0]):
         for delay_ms in sorted({delay for _, delay in costs}):
-            with _served(delay_ms) as client:
-                bench = _Bench(client, options)
+            with _served(delay_ms, max(in_flight)) as client:
+                bench = _Bench(client, options, in_flight)
                 for compute_ms, delay in costs:
                     if delay == delay_ms:
                         bench.measure(report, compute_ms, delay)
@@ -69,14 +70,14 @@ def run(options: Options) -> Report:
                     bench.measure_cut_in_two(report)
         if not options.quick:
             dbo_carried.measure(report, options)
-    _check(report, costs)
+    _check(report, costs, in_flight)
     return report
 
 
 @contextmanager
-def _served(delay_ms: int) -> Iterator[Client]:
+def _served(delay_ms: int, count: int) -> Iterator[Client]:
     """Run a server for each micro-batch, which all take as long."""
-    delay, count = timedelta(milliseconds=delay_ms), max(IN_FLIGHT)
+    delay = timedelta(milliseconds=delay_ms)
     with ExitStack() as stack:
         workers = [
             stack.enter_context(
@@ -91,14 +92,15 @@ def _served(delay_ms: int) -> Iterator[Client]:
 class _Bench:
     """Runs planned micro-batches, plain and overlapped."""
 
-    def __init__(self, client: Client, options: Options) -> None:
+    def __init__(self, client: Client, options: Options, in_flight: tuple[int, ...]) -> None:
         self._client = client
+        self._in_flight = in_flight
         self._rounds = options.rounds
         self._layers = 8 if options.quick else NUM_LAYERS
         self._x_TD = torch.randn(NUM_TOKENS, SIZES.hidden)
         self._weights_TK = torch.full((NUM_TOKENS, SIZES.top_k), 1 / SIZES.top_k)
         generator = torch.Generator().manual_seed(SEED)
-        count = max(IN_FLIGHT)
+        count = max(in_flight)
         self._ids = [
             torch.tensor(share([LAYER], SIZES.num_experts, index, count)[LAYER])[
                 torch.rand(NUM_TOKENS, SIZES.num_experts // count, generator=generator)
@@ -110,7 +112,7 @@ class _Bench:
 
     def measure(self, report: Report, compute_ms: int, delay_ms: int) -> None:
         """Add a row for each number of micro-batches in flight."""
-        times = self._measure(compute_ms * MS, IN_FLIGHT)
+        times = self._measure(compute_ms * MS)
         a, d = median(times.computed), delay_ms * MS
         for count, overlap in times.overlap.items():
             report.add_row(
@@ -123,22 +125,26 @@ class _Bench:
 
     def measure_cut_in_two(self, report: Report) -> None:
         """Add a row for one batch, and for its halves."""
-        times, halves = Times(), Times(overlap={2: []})
+        times = self._no_times()
         for number in range(-1, self._rounds):
-            self._plain(times if number >= 0 else Times(), 2 * MS, count=1)
-            self._overlap(halves if number >= 0 else Times(overlap={2: []}), 1 * MS, 2)
-        both = [2 * seconds for seconds in halves.overlap[2]]
+            into = times if number >= 0 else self._no_times()
+            self._plain(into, 2 * MS, count=1)
+            self._overlap(into, 1 * MS, 2)
+        both = [2 * seconds for seconds in times.overlap[2]]
         report.add_row("cut in two", "N2", **_figures(times, both), d_us=2000)
 
-    def _measure(self, compute_s: float, in_flight: tuple[int, ...]) -> Times:
-        times = Times(overlap={count: [] for count in in_flight})
+    def _measure(self, compute_s: float) -> Times:
+        times = self._no_times()
         # round -1 warms up
         for number in range(-1, self._rounds):
-            into = times if number >= 0 else Times(overlap={count: [] for count in in_flight})
+            into = times if number >= 0 else self._no_times()
             self._plain(into, compute_s, count=2)
-            for count in in_flight:
+            for count in self._in_flight:
                 self._overlap(into, compute_s, count)
         return times
+
+    def _no_times(self) -> Times:
+        return Times(overlap={count: [] for count in self._in_flight})
 
     def _plain(self, times: Times, compute_s: float, count: int) -> None:
         forward = self._forward(compute_s)
@@ -190,12 +196,14 @@ def _figures(times: Times, overlap: list[float]) -> dict[str, float]:
     }
 
 
-def _check(report: Report, costs: tuple[tuple[int, int], ...]) -> None:
+def _check(
+    report: Report, costs: tuple[tuple[int, int], ...], in_flight: tuple[int, ...]
+) -> None:
     equal = "rows['a2 d2','N2']"
     report.add_check("speedup_equal_N2", f"{equal}.plain_us / {equal}.overlap_us", ">= 1.8")
     ratios = []
     for compute_ms, delay_ms in costs:
-        for count in IN_FLIGHT:
+        for count in in_flight:
             row = f"rows['a{compute_ms} d{delay_ms}','N{count}']"
             ideal = f"max({row}.a_us, ({row}.a_us + {row}.d_us) / {count})"
             ratios.append(f"{row}.overlap_us / {ideal}")

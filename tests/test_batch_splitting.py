@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,19 +125,25 @@ def test_a_cache_is_split_and_joined_and_each_part_grows_alone() -> None:
     from torch_eaas.models.load import load_local
 
     model = load_local(SHAKESPEARE)
+    # transformers renames it
+    is_new = "cache" in inspect.signature(model.forward).parameters
+    name = "cache" if is_new else "past_key_values"
     ids = torch.arange(40, 60).view(5, 4)
     with torch.no_grad():
         before = model(ids, use_cache=True)
-        small, large = split_batch((ids[:, :1], before.past_key_values), [2, 3])
-        kept = before.past_key_values.layers[0].keys.clone()
-        parts = [model(new, past_key_values=cache) for new, cache in (small, large)]
-        assert torch.equal(before.past_key_values.layers[0].keys, kept)
-        whole = model(ids[:, :1], past_key_values=before.past_key_values)
+        cache = before[name]
+        kept = cache.layers[0].keys.clone()
+        pairs = split_batch((ids[:, :1], cache), [2, 3])
+        parts = [model(new, **{name: own}) for new, own in pairs]
+        assert torch.equal(cache.layers[0].keys, kept)
+        whole = model(ids[:, :1], **{name: cache})
     joined = join_batches(parts)
     assert type(joined) is type(whole)
     torch.testing.assert_close(joined.logits, whole.logits)
     assert joined.past_key_values.get_seq_length() == 5
-    for mine, plain in zip(joined.past_key_values.layers, whole.past_key_values.layers, strict=True):
+    for mine, plain in zip(
+        joined.past_key_values.layers, whole.past_key_values.layers, strict=True
+    ):
         torch.testing.assert_close(mine.keys, plain.keys)
         torch.testing.assert_close(mine.values, plain.values)
 
@@ -165,6 +172,8 @@ def test_a_cache_of_other_rows_or_of_another_make_is_refused() -> None:
     cache.update(torch.ones(3, 1, 1, 1), torch.ones(3, 1, 1, 1), 0)
     with pytest.raises(ConfigError, match=r"batch\[1\]: a cache of 3 rows goes with 2 rows"):
         split_batch((torch.ones(2, 1), cache), 2)
-    both = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+    both = transformers.EncoderDecoderCache(
+        transformers.DynamicCache(), transformers.DynamicCache()
+    )
     with pytest.raises(ConfigError, match="EncoderDecoderCache cannot be split; make a cache for"):
         split_batch((torch.ones(2, 1), both), 2)
