@@ -26,11 +26,13 @@ class DoubleBatchOverlap:
 
     The code needs no change: a forward, a decode step or a whole ``model.generate`` runs once for
     each micro-batch, each in a thread of its own, and at most one of them computes at a time. The
-    turn passes exactly where a micro-batch waits for its experts. So whatever state the model
-    object itself keeps is shared by interleaved runs: each needs its own KV cache.
+    turn passes exactly where a micro-batch waits for its experts. Interleaved runs share whatever
+    the model object itself keeps, and torch's random generator; each makes its own KV cache.
 
     If one fails, or Ctrl-C comes, the others end where they next ask for experts, and that error
-    is raised with its own traceback. One run at a time for each client.
+    is raised with its own traceback. One run at a time for each client. With more than one thread
+    for torch's products each micro-batch has an OpenMP team of its own, whose idle threads take
+    cores unless ``OMP_WAIT_POLICY=PASSIVE`` is set.
 
     Args:
         client: Whom the model asks for experts. The caller owns and closes it.

@@ -17,20 +17,19 @@ import torch_eaas as eaas
 from torch_eaas.testing import DelayedExperts, random_experts
 
 torch.set_num_threads(1)
-torch.manual_seed(0)
-D, E, K, LAYERS, ROWS, STEPS = 256, 8, 2, 3, 32, 4
+D, E, K, LAYERS, ROWS, STEPS = 512, 8, 2, 3, 128, 4
 
 # %% [markdown]
 # ## A decoder and its experts
 #
-# The experts take 4 ms longer than they compute, as if they were far away. A layer is attention
+# The experts take 3 ms longer than they compute, as if they were far away. A layer is attention
 # over its own KV cache, then `RemoteMoE`. Nothing in it knows of micro-batches.
 
 # %%
 pool = eaas.ExpertPool(D, 32)
 pool.update(random_experts(D, 32, layers=list(range(LAYERS)), num_experts=E))
 transport = eaas.LoopbackTransport()
-slow = DelayedExperts(D, pool.holdings, timedelta(milliseconds=4), pool=pool)
+slow = DelayedExperts(D, pool.holdings, timedelta(milliseconds=3), pool=pool)
 server = eaas.ExpertServer(slow, transport=transport).serve_in_background()
 config = eaas.ClientConfig(hidden_size=D, top_k=K, combine="exact")
 client = eaas.Client(config, servers=[server.address], transport=transport)
