@@ -59,9 +59,11 @@ def run(options: Options) -> Report:
     report = Report(name="dbo")
     costs = COSTS_MS[2:3] if options.quick else COSTS_MS
     in_flight = IN_FLIGHT[:1] if options.quick else IN_FLIGHT
-    with pinned(cores()[0]):
+    # before pinning: it leaves one core to be seen
+    client_core, server_core = cores()
+    with pinned(client_core):
         for delay_ms in sorted({delay for _, delay in costs}):
-            with _served(delay_ms, max(in_flight)) as client:
+            with _served(delay_ms, max(in_flight), server_core) as client:
                 bench = _Bench(client, options, in_flight)
                 for compute_ms, delay in costs:
                     if delay == delay_ms:
@@ -69,20 +71,18 @@ def run(options: Options) -> Report:
                 if delay_ms == 2:
                     bench.measure_cut_in_two(report)
         if not options.quick:
-            dbo_carried.measure(report, options)
+            dbo_carried.measure(report, options, client_core, server_core)
     _check(report, costs, in_flight)
     return report
 
 
 @contextmanager
-def _served(delay_ms: int, count: int) -> Iterator[Client]:
+def _served(delay_ms: int, count: int, core: int) -> Iterator[Client]:
     """Run a server for each micro-batch, which all take as long."""
     delay = timedelta(milliseconds=delay_ms)
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(
-                Worker(serve_delayed, (SIZES, index, count, delay), cores=cores()[1:])
-            )
+            stack.enter_context(Worker(serve_delayed, (SIZES, index, count, delay), cores=[core]))
             for index in range(count)
         ]
         addresses = [worker.receive() for worker in workers]
@@ -196,9 +196,7 @@ def _figures(times: Times, overlap: list[float]) -> dict[str, float]:
     }
 
 
-def _check(
-    report: Report, costs: tuple[tuple[int, int], ...], in_flight: tuple[int, ...]
-) -> None:
+def _check(report: Report, costs: tuple[tuple[int, int], ...], in_flight: tuple[int, ...]) -> None:
     equal = "rows['a2 d2','N2']"
     report.add_check("speedup_equal_N2", f"{equal}.plain_us / {equal}.overlap_us", ">= 1.8")
     ratios = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import torch_eaas
-from benchmarks.harness import Options, cores
+from benchmarks.harness import Options
 from benchmarks.servers import PATIENT, serve_experts
 from benchmarks.workers import Worker
 from torch_eaas.cli.report import Report, median
@@ -45,11 +45,11 @@ def serve_checkpoint(pipe: Pipe, index: int, count: int) -> None:
     serve_experts(pipe, pool, index)
 
 
-def measure(report: Report, options: Options) -> None:
+def measure(report: Report, options: Options, client_core: int, server_core: int) -> None:
     """Add a row: 16 rows at once, and two micro-batches of 8, plain and overlapped."""
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(Worker(serve_checkpoint, (i, NUM_SERVERS), cores=cores()[1:]))
+            stack.enter_context(Worker(serve_checkpoint, (i, NUM_SERVERS), cores=[server_core]))
             for i in range(NUM_SERVERS)
         ]
         with Checkpoint(CHECKPOINT) as checkpoint:
@@ -58,7 +58,6 @@ def measure(report: Report, options: Options) -> None:
         client = stack.enter_context(Client(config, servers=[w.receive() for w in workers]))
         client.wait_ready(shape.moe_layers, shape.num_experts)
         times = _measure(client, options.rounds)
-    client_core, server_core = cores()
     report.add_row(
         "carried",
         "N2",

@@ -323,6 +323,23 @@ def test_the_caller_waits_as_long_for_the_last_one() -> None:
         gone.set()
 
 
+def test_a_thread_that_cannot_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster_and_client() as (_, client):
+        start = threading.Thread.start
+
+        def fails(self: threading.Thread) -> None:
+            if self.name == "eaas-micro-batch-2":
+                raise RuntimeError("can't start new thread")
+            start(self)
+
+        monkeypatch.setattr(threading.Thread, "start", fails)
+        overlap = DoubleBatchOverlap(client)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            overlap.map(lambda seed: call(client, 1, *batch(4, seed)), [1, 2, 3])
+        assert not [t for t in threading.enumerate() if t.name.startswith("eaas-micro")]
+        assert len(overlap.map(lambda seed: call(client, 1, *batch(4, seed)), [1, 2])) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

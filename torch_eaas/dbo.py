@@ -76,7 +76,8 @@ class DoubleBatchOverlap:
             kwargs: Likewise.
 
         Returns:
-            The parts' results, joined in order; see ``join_batches``.
+            The parts' results, joined in order; see ``join_batches``. That copies, caches too: a
+            loop of decode steps keeps its parts and calls ``map``.
 
         Raises:
             ConfigError: Something cannot be split or joined, or this is a micro-batch already.
@@ -155,10 +156,15 @@ class _Run(Generic[T, R]):
             self._run(first, self._work)
             self._join(threads)
         except BaseException as error:
-            # Ctrl-C between two micro-batches; a second one does not wait for anybody
+            if self._turns.error is not None:
+                # a second Ctrl-C waits for nobody: they end where they next ask for experts
+                raise
             self._turns.stop(error)
+            started = [thread for thread in threads if thread.ident is not None]
+            for place in others[len(started) :]:
+                self._turns.end(place, None)
             self._turns.end(first, error)
-            self._join([thread for thread in threads if thread.ident is not None])
+            self._join(started)
         if self._turns.error is not None:
             raise self._turns.error
         return [self._results[index] for index in range(len(self._parts))]
