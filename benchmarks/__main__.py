@@ -18,6 +18,12 @@ CASES = (
         tests=("tests/ops", "tests/test_experts.py", "tests/test_client*.py"),
     ),
     Case(
+        name="dbo",
+        summary="micro-batches that overlap, against the same ones after each other",
+        module="benchmarks.dbo",
+        tests=("tests/test_dbo*.py", "tests/test_turns.py", "tests/test_client*.py"),
+    ),
+    Case(
         name="failover",
         summary="right answers while servers, clients and the monitor are killed and stopped",
         module="benchmarks.failover",

@@ -71,16 +71,16 @@ def serve_pool(pipe: Pipe, sizes: Sizes, index: int, count: int, storage: Storag
     held = share([LAYER], sizes.num_experts, index, count)[LAYER]
     pool.update({(LAYER, expert): weights[LAYER, expert] for expert in held})
     del weights
-    _serve(pipe, pool, index)
+    serve_experts(pipe, pool, index)
 
 
 def serve_delayed(pipe: Pipe, sizes: Sizes, index: int, count: int, delay: timedelta) -> None:
     """Serve a share of the layer's experts, which take ``delay`` and no core."""
     held = share([LAYER], sizes.num_experts, index, count)
-    _serve(pipe, DelayedExperts(sizes.hidden, held, delay), index)
+    serve_experts(pipe, DelayedExperts(sizes.hidden, held, delay), index)
 
 
-def _serve(pipe: Pipe, experts: Experts, index: int) -> None:
+def serve_experts(pipe: Pipe, experts: Experts, index: int) -> None:
     """Send the address, then serve in this thread until the pipe ends."""
     torch.set_num_threads(1)
     with ExpertServer(experts, ServerConfig(name=f"server-{index}")) as server:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.monitor.planned import wait_until
 from torch_eaas.client import Client
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.transport import Transport
@@ -129,8 +130,10 @@ class Served:
         config = ClientConfig(hidden_size=D, top_k=K, **{"max_tokens": 16, **options})
         addresses = [server.address for server in self.servers]
         client = Client(config, servers=addresses, transport=self.transport, clock=clock)
-        client.wait_ready(LAYERS, E)
         self.clients.append(client)
+        client.wait_ready(LAYERS, E)
+        # it is ready as soon as each expert has one holder
+        wait_until(lambda: not client._connections.closed)
         return client
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ ROWS = (
     # placement is pure and without torch; experts says in its terms what it holds
     {"protocol", "placement"},
     {"comm", "ops"},
-    {"experts", "routers", "row_views"},
+    {"experts", "routers", "row_views", "spans"},
     {"monitor"},
     {"client", "server"},
     {"dbo"},
@@ -43,12 +43,23 @@ CLIENT = {
     "client_inputs",
     "client_pairs",
     "client_pieces",
+    "client_tickets",
+    "client_turns",
 }
 CLIENT |= {"connections", "directory", "routing"}
 SERVER = {"server", "server_batch", "server_control", "server_drain", "server_loading"}
 SERVER |= {"server_pairs"}
 REMOTE_MOE = {"remote_moe", "remote_ops"}
+DBO = {"dbo", "batch_splitting", "thread_state", "turns"}
 TOP = {"", "__main__"}
+
+UNITS = (
+    ("client", CLIENT),
+    ("server", SERVER),
+    ("dbo", DBO),
+    ("remote_moe", REMOTE_MOE),
+    ("top", TOP),
+)
 
 WITHOUT_TORCH = [
     "errors",
@@ -72,12 +83,7 @@ def module_of(file: Path) -> str:
 def unit_of(module: str) -> str:
     """Return the folder or the group of files that a module belongs to."""
     head = module.split(".")[0]
-    for unit, members in (
-        ("client", CLIENT),
-        ("server", SERVER),
-        ("remote_moe", REMOTE_MOE),
-        ("top", TOP),
-    ):
+    for unit, members in UNITS:
         if head in members:
             return unit
     return head

@@ -56,6 +56,20 @@ def test_the_halves_give_what_forward_gives() -> None:
         assert "layer=3, num_experts=8, top_k=2" in repr(experts)
 
 
+def test_the_halves_of_a_layer_by_hand_give_what_its_forward_gives() -> None:
+    with served(2) as cluster, torch.no_grad():
+        # two of the calls may share a batch, of which sums in partial mode may show
+        client = cluster.client(combine="exact")
+        experts = RemoteExperts(client, layer=3, num_experts=E, top_k=K)
+        x, ids, w = batch(6)
+        moe = RemoteMoE(lambda _: (ids, w), experts, nn.Tanh())
+        first = moe.dispatch(x.view(2, 3, -1))
+        second = moe.dispatch(x)
+        whole = moe(x)
+        assert torch.equal(moe.combine(second), whole)
+        assert torch.equal(moe.combine(first), whole.view(2, 3, -1))
+
+
 def test_backward_raises_an_error_that_says_what_to_do() -> None:
     with served(1) as cluster:
         experts = RemoteExperts(cluster.client(), layer=1, num_experts=E, top_k=K)

@@ -129,7 +129,7 @@ def test_a_frame_that_is_off_is_answered_and_counted(fields: dict[str, int], nam
     REQUEST_HEADER.pack_into(conn._requests, offset, *header)
     assert hand.server.step() == 1
     assert hand.server.counters()[f"refused_{name}"] == 1
-    client._calls.pop(int(ticket)).release()
+    client._tickets.redeem(ticket).release()
     assert conn.reclaim() == 1
     ticket = client.dispatch(1, *batch(3), num_experts=E)
     hand.server.step()

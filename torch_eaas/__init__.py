@@ -15,6 +15,7 @@ _HOMES = {
     "Client": "client",
     "ClientConfig": "config",
     "ConfigError": "errors",
+    "DoubleBatchOverlap": "dbo",
     "EaasError": "errors",
     "ExpertPool": "experts",
     "ExpertServer": "server",
@@ -37,9 +38,12 @@ _HOMES = {
     "SoftmaxTopKRouter": "routers",
     "StalePeer": "errors",
     "TransportError": "errors",
+    "TurnTimeout": "errors",
+    "join_batches": "batch_splitting",
     "load_client": "models.load",
     "load_local": "models.load",
     "share": "placement",
+    "split_batch": "batch_splitting",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

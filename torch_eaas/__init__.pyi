@@ -1,10 +1,13 @@
 from torch_eaas.access import Access as Access
+from torch_eaas.batch_splitting import join_batches as join_batches
+from torch_eaas.batch_splitting import split_batch as split_batch
 from torch_eaas.client import Client as Client
 from torch_eaas.comm.loopback import LoopbackTransport as LoopbackTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport as SharedMemoryTransport
 from torch_eaas.config import ClientConfig as ClientConfig
 from torch_eaas.config import MonitorConfig as MonitorConfig
 from torch_eaas.config import ServerConfig as ServerConfig
+from torch_eaas.dbo import DoubleBatchOverlap as DoubleBatchOverlap
 from torch_eaas.errors import AccessDenied as AccessDenied
 from torch_eaas.errors import AnomalyError as AnomalyError
 from torch_eaas.errors import CheckpointError as CheckpointError
@@ -18,6 +21,7 @@ from torch_eaas.errors import PeerTimeout as PeerTimeout
 from torch_eaas.errors import RequestRefused as RequestRefused
 from torch_eaas.errors import StalePeer as StalePeer
 from torch_eaas.errors import TransportError as TransportError
+from torch_eaas.errors import TurnTimeout as TurnTimeout
 from torch_eaas.experts import ExpertPool as ExpertPool
 from torch_eaas.experts import ExpertWeights as ExpertWeights
 from torch_eaas.models.load import load_client as load_client

@@ -6,25 +6,24 @@ Shape legend: T tokens, K experts per token, D hidden.
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import secrets
 import threading
 import time
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from torch_eaas.client_calls import Call
 from torch_eaas.client_engine import CallEngine
 from torch_eaas.client_inputs import check_finite, new_call
+from torch_eaas.client_tickets import Tickets
+from torch_eaas.client_turns import ThreadTurn, Turn
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
@@ -32,6 +31,7 @@ from torch_eaas.connections import Connections
 from torch_eaas.directory import Directory
 from torch_eaas.errors import ConfigError, ExpertUnavailable
 from torch_eaas.placement import Placement
+from torch_eaas.spans import span
 
 MAINTAIN_S = 0.05
 """How often the background thread looks after the pairs."""
@@ -39,14 +39,13 @@ MAINTAIN_S = 0.05
 CLOSE_S = 1.0
 """How long ``close`` waits for that thread."""
 
-TICKETS = 64
-"""Tickets made at once: one tensor costs as much as many."""
-
 logger = logging.getLogger(__name__)
 
 
 class Client:
     """Asks expert servers for experts; the caller owns and closes it.
+
+    One thread at a time may dispatch and combine; ``DoubleBatchOverlap`` sees to that for its own.
 
     Args:
         config: The client's options.
@@ -74,9 +73,8 @@ class Client:
         self._transport = transport or SharedMemoryTransport()
         self._clock = clock
         self._connections = Connections(config, self.instance, self._transport, clock)
-        self._calls: dict[int, Call] = {}
-        self._tickets: deque[tuple[int, Tensor]] = deque()
-        self._next_block = itertools.count(1, TICKETS)
+        self._tickets = Tickets()
+        self._thread_turn = ThreadTurn()
         self._counters: Counter[str] = Counter()
         self._engine = CallEngine(
             config,
@@ -151,23 +149,23 @@ class Client:
         started = self._clock()
         if self._closed.is_set():
             raise ConfigError(f"client {self.config.name} is closed; open one for this layer")
-        if self._calls:
-            self._forget_dropped()
+        if self._tickets:
+            self._tickets.forget_dropped()
         call = new_call(self.config, layer, num_experts, x_TD, ids_TK, weights_TK)
-        if len(self._calls) >= self.config.max_micro_batches:
+        if len(self._tickets) >= self.config.max_micro_batches:
             raise ConfigError(
-                f"{len(self._calls)} dispatches wait for their combine; "
+                f"{len(self._tickets)} dispatches wait for their combine; "
                 f"raise max_micro_batches (now {self.config.max_micro_batches})"
             )
+        call.turn = turn = self._thread_turn.turn
         try:
             if call.num_tokens:
-                self._engine.begin(call)
+                with span("dispatch", layer, turn.index):
+                    self._engine.begin(call, turn)
         except BaseException:
             call.release()
             raise
-        number, ticket = self._new_ticket()
-        call.ticket = weakref.ref(ticket)
-        self._calls[number] = call
+        ticket = self._tickets.issue(call)
         self._counters["dispatches"] += 1
         self._counters["tokens"] += call.num_tokens
         self._counters["bookkeeping_us"] += int((self._clock() - started) * 1e6)
@@ -188,17 +186,18 @@ class Client:
             ExpertUnavailable: An expert's servers are all gone or late, and no other came in time.
             RequestRefused: A server refused the request as malformed.
         """
-        number = int(ticket)
-        call = self._calls.pop(number, None)
-        if call is None:
-            raise ConfigError(f"ticket {number} is not under way; combine takes each one once")
+        call = self._tickets.redeem(ticket)
         started = self._clock()
+        turn = self._thread_turn.turn
         try:
-            self._engine.finish(call)
+            turn.check()
+            with span("wait", call.layer, turn.index):
+                self._engine.finish(call, turn)
             waited = self._clock()
-            result = call.sum(
-                self.config.hidden_size, exact=self.config.combine == "exact", add=add
-            )
+            with span("sum", call.layer, turn.index):
+                result = call.sum(
+                    self.config.hidden_size, exact=self.config.combine == "exact", add=add
+                )
         finally:
             call.release()
         if self.config.detect_anomalies:
@@ -209,6 +208,25 @@ class Client:
         self._counters["experts_us"] += call.experts_us
         self._counters["bookkeeping_us"] += int((self._clock() - waited) * 1e6)
         return result
+
+    @contextmanager
+    def taking_turns(self, turn: Turn) -> Iterator[None]:
+        """Let this thread's calls wait through ``turn``; an error gives up what it has dispatched.
+
+        Raises:
+            ConfigError: This thread takes turns already.
+        """
+        mine = self._thread_turn
+        if mine.is_taken:
+            raise ConfigError("a micro-batch cannot be split again: overlap is running already")
+        mine.turn, mine.is_taken = turn, True
+        try:
+            yield
+        except BaseException:
+            self._tickets.give_up(turn)
+            raise
+        finally:
+            del mine.turn, mine.is_taken
 
     def counters(self) -> dict[str, int]:
         """Return what happened so far: dispatches, tokens, requests, hedges, resends, times."""
@@ -231,9 +249,7 @@ class Client:
             atexit.unregister(self.close)
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join(CLOSE_S)
-            for call in self._calls.values():
-                call.release()
-            self._calls.clear()
+            self._tickets.close()
             self._connections.close()
             self._directory.close()
 
@@ -242,25 +258,6 @@ class Client:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _new_ticket(self) -> tuple[int, Tensor]:
-        """Return a number that was never used, and its tensor of one element."""
-        while True:
-            try:
-                return self._tickets.popleft()
-            except IndexError:
-                # two threads may both come here: then there are two blocks
-                start = next(self._next_block)
-                block = torch.arange(start, start + TICKETS).view(TICKETS, 1).unbind()
-                self._tickets.extend(enumerate(block, start))
-
-    def _forget_dropped(self) -> None:
-        """Give up the calls whose ticket nobody has any more."""
-        for number, call in list(self._calls.items()):
-            if call.ticket is not None and call.ticket() is None:
-                dropped = self._calls.pop(number, None)
-                if dropped is not None:
-                    dropped.release()
 
     def _missing(self, layers: Sequence[int], num_experts: int) -> tuple[int, int] | None:
         """Return the first (layer, expert) that no open server holds."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_eaas.client_pairs import Connection
 from torch_eaas.client_pieces import IDS, Piece
+from torch_eaas.client_turns import Turn
 from torch_eaas.protocol.requests import Fate, Original, Request
 
 FEW_ROWS = 8
@@ -140,6 +141,8 @@ class Call:
         self.experts_us = 0
         self.ticket: weakref.ref[Tensor] | None = None
         """What the caller combines by; once it is gone, nobody will."""
+        self.turn: Turn | None = None
+        """Who dispatched it."""
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ from torch_eaas.client_calls import Call, Sent, Share
 from torch_eaas.client_failover import Failover
 from torch_eaas.client_pairs import Connection
 from torch_eaas.client_pieces import split
+from torch_eaas.client_turns import Turn
 from torch_eaas.comm.quiet import Quiet
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
@@ -22,6 +23,7 @@ from torch_eaas.protocol.hedging import HedgeBudget
 from torch_eaas.protocol.layout import Status
 from torch_eaas.protocol.requests import Fate
 from torch_eaas.routing import LayerRoutes
+from torch_eaas.spans import is_profiling, mark
 
 SLICE_S = 0.002
 """How long a wait looks only at words before it looks at clocks and control sockets again."""
@@ -67,9 +69,9 @@ class CallEngine:
         self._answers: defaultdict[int, Quiet] = defaultdict(lambda: Quiet(LONGEST_QUIET_S))
         self._slots_per_call = config.slots - config.max_micro_batches + 1
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: Call, turn: Turn) -> None:
         """Send a call's pieces; what finds no free slot follows in ``finish``."""
-        routes, servers_TK = self._await_holders(call)
+        routes, servers_TK = self._await_holders(call, turn)
         now = self._clock()
         num_servers, max_tokens = len(routes.servers), self._config.max_tokens
         sent_to = [0] * num_servers
@@ -90,13 +92,14 @@ class CallEngine:
         # one bell for all: where waiting polls it is free
         self._transport.ring()
 
-    def finish(self, call: Call) -> None:
+    def finish(self, call: Call, turn: Turn) -> None:
         """Wait until every share has a winner; fail over what is late or lost."""
         started = self._clock()
         size_class = call.num_tokens.bit_length()
         quiet = self._answers[size_class]
         # one long sleep costs one wake-up; the answers are then looked for in short ones
         quiet_until = max(started, call.sent_at + quiet.seconds)
+        was_seen = False
         while True:
             # read before the words are: what came while this process stood still is not late
             now = self._clock()
@@ -105,12 +108,15 @@ class CallEngine:
             self._failover.tend(call, now)
             waited = max(0.0, now - quiet_until)
             left = max(0.0, quiet_until - now)
-            self._transport.wait(call.has_news, SLICE_S, waited, quiet=left)
-        quiet.add(self._clock() - call.sent_at)
+            wait = self._transport.wait
+            was_seen = turn.wait(wait, call.has_news, SLICE_S, waited, quiet=left)
+        if was_seen:
+            # what was there before anybody looked says nothing about the next one
+            quiet.add(self._clock() - call.sent_at)
 
     # -- sending -------------------------------------------------------------------------------
 
-    def _await_holders(self, call: Call) -> tuple[LayerRoutes, NDArray[np.int16]]:
+    def _await_holders(self, call: Call, turn: Turn) -> tuple[LayerRoutes, NDArray[np.int16]]:
         """Return a holder for every expert of the call, ``(T, K)``; wait for one if need be."""
         deadline: float | None = None
         while True:
@@ -126,7 +132,7 @@ class CallEngine:
             if now >= deadline:
                 self._failover.give_up(call, lonely_TK, (), self._connections.why_missing())
                 return routes, servers_TK
-            time.sleep(SLICE_S)
+            turn.wait(_sleep, _never, SLICE_S)
 
     def _timeout(self, name: str) -> float:
         conn = self._connections.live.get(name)
@@ -201,6 +207,8 @@ class CallEngine:
         assert conn is not None
         header = conn.header(request.slot)
         self._connections.heard(conn, now)
+        if is_profiling():
+            mark("read", conn.name, self._instance, conn.epoch, request.slot, request.word >> 8)
         if (header.instance, header.epoch) != (self._instance, conn.epoch):
             request.fate = Fate.LOST
             request.free()
@@ -226,3 +234,15 @@ class CallEngine:
             if request in share.requests():
                 share.refusal = f"{conn.name}: {text}"
                 share.failed |= status is Status.INTERNAL
+
+
+def _never() -> bool:
+    return False
+
+
+def _sleep(
+    ready: Callable[[], bool], timeout: float, waited: float = 0.0, *, quiet: float = 0.0
+) -> bool:
+    """Wait where no word will come, as ``Transport.wait`` does where one may."""
+    time.sleep(timeout)
+    return ready()

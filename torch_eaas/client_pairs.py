@@ -25,6 +25,7 @@ from torch_eaas.protocol.layout import (
 from torch_eaas.protocol.pairs import ClientPair
 from torch_eaas.protocol.slots import ClientSlots
 from torch_eaas.row_views import TORCH_DTYPES, RowViews
+from torch_eaas.spans import is_profiling, mark
 
 CONTROL_TIMEOUT_S = 2.0
 """How long a control call may take."""
@@ -164,6 +165,9 @@ class Connection:
             num_tokens,
             0,
         )
+        if is_profiling():
+            # before the word: the server's mark cannot come sooner
+            mark("send", self.name, self.instance, self.epoch, slot, word >> 8)
         self._request_words[slot] = word
         return word + 1
 

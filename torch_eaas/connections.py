@@ -102,14 +102,17 @@ class Connections:
             salt=self._instance,
         )
 
+    @property
+    def closed(self) -> list[str]:
+        """The names of the servers to which no pair is open now."""
+        return [server.name for server in self.placement.servers if server.name not in self.live]
+
     def why_missing(self) -> str:
         """Return what keeps servers from being asked, for an error's text."""
-        if not self.placement.servers:
-            told = [f"{name}: {text}" for name, text in self.refusals.items()]
-            return "; ".join(["no server is known yet", *told])
-        closed = [s.name for s in self.placement.servers if s.name not in self.live]
         told = [f"{name}: {text}" for name, text in self.refusals.items()]
-        if closed:
+        if not self.placement.servers:
+            return "; ".join(["no server is known yet", *told])
+        if closed := self.closed:
             return "; ".join([f"no pair is open to {', '.join(closed)}", *told])
         return f"none of {', '.join(s.name for s in self.placement.servers)} holds it"
 

@@ -6,6 +6,7 @@
     |-- ConfigError (ValueError)          what a user can fix: an argument, a size, a file
     |   `-- CheckpointError               a checkpoint that is incomplete, broken or not understood
     |-- InferenceOnlyError                backward through remote experts
+    |-- TurnTimeout (TimeoutError)        a micro-batch computed too long for the others
     |-- AnomalyError (ArithmeticError)    NaN or Inf, where they are looked for
     `-- TransportError (RuntimeError)     the wire
         |-- PeerTimeout (TimeoutError)    a peer did not answer in time
@@ -32,6 +33,10 @@ class CheckpointError(ConfigError):
 
 class InferenceOnlyError(EaasError):
     """Backward was called through remote experts, which only run forward."""
+
+
+class TurnTimeout(EaasError, TimeoutError):
+    """A micro-batch did not get its turn in time; names who computed, and how long."""
 
 
 class AnomalyError(EaasError, ArithmeticError):

@@ -104,6 +104,14 @@ class RemoteExperts(nn.Module):
         return f"layer={self.layer}, num_experts={self.num_experts}, top_k={self.top_k}"
 
 
+class UnderWay(NamedTuple):
+    """A layer's call between its two halves; each is combined once."""
+
+    ticket: Ticket
+    shared_TD: Tensor | None
+    shape: torch.Size
+
+
 class RemoteMoE(nn.Module):
     """Route tokens, let remote experts run them, and add the shared expert's output.
 
@@ -123,13 +131,25 @@ class RemoteMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, of the shape of ``x``: ``(T, D)`` or ``(..., T, D)``."""
+        return self.combine(self.dispatch(x))
+
+    def dispatch(self, x: Tensor) -> UnderWay:
+        """Route, send, and run the shared expert; the answer stays under way for ``combine``.
+
+        For decoder loops that do other work in between, such as another micro-batch's attention.
+        """
         x_TD = x.reshape(-1, x.shape[-1])
         experts_TK, weights_TK = self.router(x_TD)
         ticket = self.experts.dispatch(x_TD, experts_TK, weights_TK)
         # the shared expert runs while the answer is under way
         shared_TD = self.shared(x_TD) if self.shared is not None else None
+        return UnderWay(ticket, shared_TD, x.shape)
+
+    def combine(self, under_way: UnderWay) -> Tensor:
+        """Wait for what ``dispatch`` sent; return the layer's output, of the shape of its input."""
         # an argument, not a sum outside: so no compiler moves the wait above the shared expert
-        return self.experts.combine(ticket, add=shared_TD).view(x.shape)
+        sum_TD = self.experts.combine(under_way.ticket, add=under_way.shared_TD)
+        return sum_TD.view(under_way.shape)
 
 
 class _ForwardOnly(torch.autograd.Function):

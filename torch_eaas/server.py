@@ -75,7 +75,7 @@ class ExpertServer:
         self._transport = transport or SharedMemoryTransport()
         self._clock = clock
         self._model = model
-        self._runner = BatchRunner(experts, self.config.max_rows, clock)
+        self._runner = BatchRunner(experts, self.config.max_rows, clock, self.config.name)
         self._control = ServerControl(
             config=self.config,
             instance=self.instance,

@@ -18,6 +18,7 @@ from torch_eaas.experts import GroupTable
 from torch_eaas.placement import Holdings
 from torch_eaas.protocol.layout import Status
 from torch_eaas.server_pairs import BadFrame, Frame, ServerPair
+from torch_eaas.spans import experts_span, is_profiling, mark
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +61,13 @@ class BatchRunner:
         experts: What runs them.
         max_rows: Most (token, expert) rows of one batch.
         clock: Seconds, monotonic.
+        name: The server's, for the profiler's marks.
     """
 
-    def __init__(self, experts: Experts, max_rows: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, experts: Experts, max_rows: int, clock: Callable[[], float], name: str = "server"
+    ) -> None:
+        self._name = name
         self._experts = experts
         self._max_rows = max_rows
         self._clock = clock
@@ -109,6 +114,8 @@ class BatchRunner:
         try:
             if self.draining:
                 raise BadFrame(Status.DRAINING, "this server is leaving; ask another holder")
+            if is_profiling():
+                self._mark("take", pair, slot, word)
             return pair.read(slot, word, since, self._clock())
         except BadFrame as error:
             self._refuse(pair, slot, word, error.status, str(error))
@@ -131,7 +138,8 @@ class BatchRunner:
             return
         started = self._clock()
         try:
-            out = self._compute(table, known, groups)
+            with experts_span({frame.layer for frame in known}):
+                out = self._compute(table, known, groups)
         except Exception as error:
             if len(known) > 1:
                 for frame in known:
@@ -163,6 +171,9 @@ class BatchRunner:
         at = 0
         for frame in frames:
             num_tokens = len(frame.ids_TK)
+            if is_profiling():
+                # before the word: the client's mark cannot come sooner
+                self._mark("reply", frame.pair, frame.slot, frame.word)
             frame.pair.answer(
                 frame,
                 out[at : at + num_tokens],
@@ -174,6 +185,9 @@ class BatchRunner:
             self.counters["requests"] += 1
             self.counters["tokens"] += num_tokens
         self.counters["experts_us"] += experts_us
+
+    def _mark(self, what: str, pair: ServerPair, slot: int, word: int) -> None:
+        mark(what, self._name, pair.instance, pair.epoch, slot, word >> 8)
 
     def _refuse(self, pair: ServerPair, slot: int, word: int, status: Status, text: str) -> None:
         pair.refuse(slot, word, status, text, version=self.version)

@@ -61,6 +61,16 @@ def test_layer_compares_remote_and_local_experts(tmp_path: Path) -> None:
     assert {"bookkeeping_3_us", "bookkeeping_32_us", "wait_extra_p99_us"} <= names
 
 
+def test_dbo_compares_micro_batches_that_overlap_with_the_same_in_a_row(tmp_path: Path) -> None:
+    written = quick("dbo", tmp_path)
+    rows = {tuple(row["key"]): row for row in written["rows"]}
+    row = rows["a2 d2", "N2"]
+    # how fast it is depends on the machine; it computes at least what it has to
+    assert row["ideal_us"] >= row["a_us"] >= 2000 <= row["overlap_us"]
+    assert ("cut in two", "N2") in rows
+    assert [check["name"] for check in written["checks"]] == ["speedup_equal_N2", "worst_vs_ideal"]
+
+
 def test_failover_answers_everything_while_processes_die(tmp_path: Path) -> None:
     written = quick("failover", tmp_path)
     values = {check["name"]: check["value"] for check in written["checks"]}

@@ -11,6 +11,7 @@ import torch_eaas
 from torch_eaas.client import Client
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.config import ClientConfig, ServerConfig, Storage
+from torch_eaas.dbo import DoubleBatchOverlap
 from torch_eaas.experts import ExpertPool
 from torch_eaas.models.checkpoint import Checkpoint
 from torch_eaas.models.load import load_client, load_local
@@ -50,6 +51,22 @@ def test_logits_are_those_of_the_local_model(tiny, storage: Storage) -> None:
     with served(tiny.path, storage) as client:
         found = load_client(tiny.path, client)(ids).logits
     torch.testing.assert_close(found, load_local(tiny.path)(ids).logits)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_texts_that_overlap_are_the_local_models(count: int) -> None:
+    prompts = torch.tensor([list(text) for text in (b"ROMEO:", b"JULIET", b"O, no!", b"A day ")])
+    prompts = torch.cat([prompts, prompts.flip(1)[:1]])
+    mask = torch.ones_like(prompts)
+    with served(SHAKESPEARE, "fp32") as client:
+        model = load_client(SHAKESPEARE, client)
+        overlap = DoubleBatchOverlap(client, num_micro_batches=count)
+        found = overlap(model.generate, prompts, attention_mask=mask, **OPTIONS)
+        logits = overlap(model, prompts, attention_mask=mask, use_cache=False).logits
+    local = load_local(SHAKESPEARE)
+    assert torch.equal(found, local.generate(prompts, attention_mask=mask, **OPTIONS))
+    with torch.no_grad():
+        torch.testing.assert_close(logits, local(prompts, attention_mask=mask).logits)
 
 
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the small checkpoint is not there")

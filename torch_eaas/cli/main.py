@@ -10,11 +10,18 @@ import sys
 from collections.abc import Sequence
 
 import torch_eaas
-from torch_eaas.cli import demo, generate, launch, monitor, server
+from torch_eaas.cli import demo, generate, launch, merge_traces, monitor, server
 from torch_eaas.cli.parent import die_with
 from torch_eaas.errors import EaasError
 
-VERBS = (monitor.VERB, server.VERB, generate.VERB, launch.VERB, demo.VERB)
+VERBS = (
+    monitor.VERB,
+    server.VERB,
+    generate.VERB,
+    launch.VERB,
+    merge_traces.VERB,
+    demo.VERB,
+)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 PARENT = "--parent"
 """First argument of a process that another one starts; its pid follows."""

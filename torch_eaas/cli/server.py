@@ -65,6 +65,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=arguments.count, default=1, help="threads of the experts (%(default)s)"
     )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="record with torch.profiler from start to end, for merge-traces; for short runs only",
+    )
     access.add_token(parser)
     access.add_authority(parser)
 
@@ -97,6 +103,7 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             address=args.address,
             max_rows=args.max_rows,
             threads=args.threads,
+            trace=args.trace,
             access=access.access_of(args),
         )
     )

@@ -8,11 +8,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from torch_eaas.access import Access
 from torch_eaas.config import ServerConfig, Storage
@@ -67,6 +69,9 @@ class ServeOptions:
     threads: int
     """Threads of the experts."""
 
+    trace: Path | None
+    """Where to write a profiler's trace at the end; None: record none."""
+
     access: Access
     """The token that clients must show, and what the monitor is shown."""
 
@@ -108,8 +113,20 @@ def serve(options: ServeOptions) -> int:
     # what is alive now stays so: a full collection would only stop the server to find that out
     gc.freeze()
     print(json.dumps({**_identity(server, fingerprint), **told}), flush=True)
-    server.serve()
+    with _recorded(options.trace):
+        server.serve()
     return 0
+
+
+@contextmanager
+def _recorded(trace: Path | None) -> Iterator[None]:
+    """Write a profiler's trace of what happens meanwhile, if a file is given."""
+    if trace is None:
+        yield
+        return
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        yield
+    profiler.export_chrome_trace(str(trace))
 
 
 def _holdings(options: ServeOptions, shape: MoeShape) -> Holdings:

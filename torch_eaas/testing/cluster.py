@@ -31,6 +31,9 @@ from torch_eaas.testing.faults import FaultPlan
 Weights = Mapping[tuple[int, int], ExpertWeights]
 """(layer, expert) to that expert's matrices."""
 
+PAIRS_S = 5.0
+"""How long a new client waits for its pairs; a fault may keep one closed."""
+
 
 class DelayedExperts(Experts):
     """Experts that take a planned time and no core: each batch sleeps, then answers.
@@ -195,6 +198,7 @@ class LocalCluster:
         )
         self._stack.enter_context(client)
         client.wait_ready(self.layers, self.num_experts)
+        self._await_pairs(client)
         return client
 
     def kill(self, index: int) -> None:
@@ -223,6 +227,12 @@ class LocalCluster:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _await_pairs(self, client: Client) -> None:
+        """Give all pairs time to open: a client is ready as soon as each expert has one holder."""
+        deadline = time.monotonic() + PAIRS_S
+        while client._connections.closed and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def _server(self, index: int, holdings: Holdings) -> ExpertServer:
         pool = ExpertPool(self.hidden_size, self.intermediate_size, storage=self._storage)
