@@ -97,5 +97,9 @@ def problem(number: str, counts: Sequence[int], outputs: int, inputs: int) -> Pr
     x_MK *= torch.logspace(-1, 1, inputs)
     weights_SNK *= torch.logspace(-1, 1, outputs)[:, None]
     parts = [quantize_blocks(weight_NK, (128, 128)) for weight_NK in weights_SNK]
-    weights = torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
+    blocks = (0, -(-outputs // 128), -(-inputs // 128))
+    weights = (
+        torch.stack([p[0] for p in parts]) if parts else weights_SNK.to(torch.float8_e4m3fn),
+        torch.stack([p[1] for p in parts]) if parts else torch.empty(blocks),
+    )
     return Problem(number, quantize_blocks(x_MK, (1, 128)), weights, tuple(counts))

@@ -9,7 +9,14 @@ This package and ``comm`` are strangers: neither imports the other.
 from importlib import import_module
 
 _HOMES = {
+    "ActiveGroups": "active_groups",
+    "GemmConfig": "gemm_config",
+    "GemmTuner": "gemm_tuner",
+    "choose_block_rows": "gemm_config",
     "group_shrink": "shrinking",
+    "grouped_gemm": "gemm",
+    "grouped_gemm_fp8": "gemm",
+    "quantize_blocks": "quantize",
 }
 
 __all__ = sorted(_HOMES)

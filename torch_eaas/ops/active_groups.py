@@ -12,7 +12,11 @@ from torch_eaas.ops.shrinking import group_shrink
 class ActiveGroups(NamedTuple):
     """The groups that have rows, as a short list that a GEMM walks over.
 
-    Make one with ``ActiveGroups.of``. Both GEMMs of a layer may use the same.
+    Make one with ``ActiveGroups.of``; both GEMMs of a layer may use it.
+
+    Example:
+        ``counts=[0, 3, 0, 5]`` and tiles of 4 rows have ``active=[1, 3, -1, -1]``,
+        ``tiles=[0, 1, 3, 3]`` and ``totals=[2, 3, 8]``.
     """
 
     counts_G: Tensor
@@ -49,9 +53,5 @@ class ActiveGroups(NamedTuple):
 
         Raises:
             ConfigError: What ``group_shrink`` refuses.
-
-        Example:
-            ``counts=[0, 3, 0, 5]`` and tiles of 4 rows give ``active=[1, 3, -1, -1]``,
-            ``tiles=[0, 1, 3, 3]`` and ``totals=[2, 3, 8]``.
         """
         return cls(counts_G, *group_shrink(counts_G, block_rows), block_rows, slots_G)

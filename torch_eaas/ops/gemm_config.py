@@ -19,6 +19,9 @@ class GemmConfig:
     """The tiles of a grouped GEMM, but for their rows, which ``ActiveGroups`` says.
 
     Nothing here changes a result's bits, except ``split_k``.
+
+    Example:
+        ``GemmConfig(batch_invariant=False, split_k=4)`` lets four programs share each sum.
     """
 
     block_n: int = 128
@@ -77,23 +80,24 @@ def default_config(block_rows: int) -> GemmConfig:
         ConfigError: ``block_rows`` is not 16, 32, 64, 128 or 256.
     """
     check_block_rows(block_rows)
-    if block_rows <= 64:
+    if block_rows <= 32:
         return GemmConfig()
-    # their accumulator fills the registers, their stages the shared memory of a multiprocessor
-    return GemmConfig(warps=8, stages=4 if block_rows == 128 else 3, programs=1)
+    # one program: its accumulator fills the registers, its stages the shared memory
+    return GemmConfig(warps=8, stages={64: 6, 128: 4, 256: 3}[block_rows], programs=1)
 
 
 def candidates(block_rows: int, *, batch_invariant: bool = True) -> tuple[GemmConfig, ...]:
-    """Return what a tuner should measure, the default first.
+    """Return what a tuner should measure; the default is among them.
 
     Raises:
         ConfigError: ``block_rows`` is not 16, 32, 64, 128 or 256.
     """
     check_block_rows(block_rows)
-    shapes = (
-        [(128, 8, 1)] if block_rows > 64 else [(128, 4, 2), (128, 4, 3), (64, 4, 3), (64, 4, 4)]
-    )
-    splits = (1,) if batch_invariant or block_rows > 64 else (1, 2, 4, 8)
+    # block_n, warps, programs
+    shapes = [(128, 4, 2), (128, 4, 3), (64, 4, 3), (64, 4, 4)]
+    if block_rows > 32:
+        shapes = [(128, 8, 1), (64, 8, 1), (64, 4, 2)]
+    splits = (1,) if batch_invariant or block_rows > 32 else (1, 2, 4, 8)
     found = [
         GemmConfig(
             block_n=block_n,

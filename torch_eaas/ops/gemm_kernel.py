@@ -102,7 +102,7 @@ def launch(
             outputs,
             inputs,
             slots,
-            num_rows * outputs,
+            num_rows * outputs if split_k > 1 else 0,
             GATHER_DIV=gather_div,
             SCALED=scales is not None,
             DESCRIPTOR=is_described,
