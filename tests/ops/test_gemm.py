@@ -146,7 +146,7 @@ def _refusals() -> dict[str, tuple[Callable[[], object], str]]:
         return grouped_gemm_fp8((x8[0], xs), (w8[0], ws), groups, **more)
 
     return {
-        "x of integers": (lambda: gemm(x.int()), "x_MK must be bfloat16 or float16 or float32"),
+        "x of integers": (lambda: gemm(x.int()), "x_MK must be float32 or bfloat16 or float16"),
         "weights of another dtype": (
             lambda: gemm(x, weights.float()),
             "weights_SNK must be bfloat16",

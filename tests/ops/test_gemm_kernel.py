@@ -77,8 +77,6 @@ def test_a_row_whose_matrix_is_in_no_slot_becomes_nan_and_harms_no_other(
     assert out_RN.isnan().all(1).tolist() == [True] * 2 + [False] * 3 + [True] * 4 + [False]
 
 
-# NumPy, which multiplies for the interpreter, warns of them
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @DESCRIBED
 @NUMBER
 def test_nan_and_infinity_stay_in_their_row_and_their_group(

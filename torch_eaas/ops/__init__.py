@@ -13,10 +13,15 @@ _HOMES = {
     "GemmConfig": "gemm_config",
     "GemmTuner": "gemm_tuner",
     "choose_block_rows": "gemm_config",
+    "combine": "combining",
     "group_shrink": "shrinking",
     "grouped_gemm": "gemm",
     "grouped_gemm_fp8": "gemm",
+    "pack": "packing",
     "quantize_blocks": "quantize",
+    "quantize_rows": "row_quantizer",
+    "swiglu": "activation",
+    "swiglu_quantize": "activation",
 }
 
 __all__ = sorted(_HOMES)

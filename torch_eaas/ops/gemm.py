@@ -21,10 +21,9 @@ from torch_eaas.errors import ConfigError
 from torch_eaas.ops.active_groups import ActiveGroups
 from torch_eaas.ops.gemm_config import GemmConfig, check_block_rows, default_config
 from torch_eaas.ops.gemm_kernel import launch
-from torch_eaas.ops.launching import check_tensor, define_op
+from torch_eaas.ops.launching import FLOATS, check_tensor, define_op
 from torch_eaas.ops.reference import grouped_gemm_fp8_ref, grouped_gemm_ref
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OUT_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -62,7 +61,7 @@ def grouped_gemm(
         Rows ``[[1.], [2.]]``, counts ``[0, 2]`` and matrices ``[[[3.]], [[5.]]]`` give
         ``[[5.], [10.]]``; with ``rows=[3, 0]`` and ``gather_div=2`` they give ``[[10.], [5.]]``.
     """
-    check_tensor("x_MK", x_MK, _DTYPES, 2)
+    check_tensor("x_MK", x_MK, FLOATS, 2)
     check_tensor("weights_SNK", weights_SNK, (x_MK.dtype,), 3)
     lists = _checked_lists(x_MK, weights_SNK, groups, rows_R, gather_div, config)
     out: Tensor = _op(x_MK, weights_SNK, *lists)

@@ -102,7 +102,7 @@ def launch(
             outputs,
             inputs,
             slots,
-            num_rows * outputs if split_k > 1 else 0,
+            num_rows,
             GATHER_DIV=gather_div,
             SCALED=scales is not None,
             DESCRIPTOR=is_described,
@@ -161,7 +161,7 @@ def _find_place(
     return begin + tl.sum((firsts <= tile).to(tl.int32), axis=0) - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def grouped_gemm_kernel(
     x_MK: tl.tensor,
     weights_SNK: tl.tensor,
@@ -178,7 +178,7 @@ def grouped_gemm_kernel(
     N: tl.tensor,
     K: tl.tensor,
     num_slots: tl.tensor,
-    stride_split: tl.tensor,
+    num_rows: tl.tensor,
     GATHER_DIV: tl.constexpr,
     SCALED: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
@@ -264,9 +264,9 @@ def grouped_gemm_kernel(
 
         # rows whose matrix is not here must not pass for a result
         acc_NM = tl.where(held, acc_NM, float("nan"))
-        out_M = out_RN + packed_M * N
         if SPLIT_K > 1:
-            out_M += tl.cast(split, tl.int64) * stride_split
+            packed_M += tl.cast(split, tl.int64) * num_rows
+        out_M = out_RN + packed_M * N
         tl.store(
             out_M[:, None] + outputs_N[None, :],
             tl.trans(acc_NM).to(out_RN.dtype.element_ty),
