@@ -23,6 +23,12 @@ CASES = (
         module="benchmarks.failover",
         tests=("tests/test_faults.py", "tests/test_client*.py", "tests/test_server*.py"),
     ),
+    Case(
+        name="gpu_ops",
+        summary="the kernels on a GPU, against float64, memory's speed and other kernels",
+        module="benchmarks.gpu_ops",
+        tests=(),
+    ),
 )
 
 if __name__ == "__main__":

@@ -97,7 +97,6 @@ def candidates(block_rows: int, *, batch_invariant: bool = True) -> tuple[GemmCo
     shapes = [(128, 4, 2), (128, 4, 3), (64, 4, 3), (64, 4, 4)]
     if block_rows > 32:
         shapes = [(128, 8, 1), (64, 8, 1), (64, 4, 2)]
-    splits = (1,) if batch_invariant or block_rows > 32 else (1, 2, 4, 8)
     found = [
         GemmConfig(
             block_n=block_n,
@@ -105,12 +104,12 @@ def candidates(block_rows: int, *, batch_invariant: bool = True) -> tuple[GemmCo
             warps=warps,
             programs=programs,
             batch_invariant=batch_invariant,
-            split_k=split_k,
         )
-        for split_k in splits
         for block_n, warps, programs in shapes
         for stages in (3, 4, 6)
     ]
+    if not batch_invariant and block_rows <= 32:
+        found += [GemmConfig(batch_invariant=False, split_k=split_k) for split_k in (2, 4, 8)]
     return tuple(found)
 
 
