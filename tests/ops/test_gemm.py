@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.ops.gemm_problems import TOLERANCE, Problem, problem
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops import ActiveGroups, GemmConfig, grouped_gemm, grouped_gemm_fp8, quantize_blocks
+from torch_eaas.ops.gemm import check_multiplies_fp8
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty", "one_thread")
 
@@ -205,6 +206,15 @@ def test_what_does_not_fit_is_refused_in_words(name: str) -> None:
     refused, message = _refusals()[name]
     with pytest.raises(ConfigError, match=message):
         refused()
+
+
+def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    message = "FP8 needs a GPU of compute capability 8.9 or more, cuda:1 has 8.6; store the weights"
+    with pytest.raises(ConfigError, match=message):
+        check_multiplies_fp8(torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_multiplies_fp8(torch.device("cuda", 1))
 
 
 def test_the_quantiser_gives_what_the_gemm_takes() -> None:

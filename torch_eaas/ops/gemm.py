@@ -43,7 +43,7 @@ def grouped_gemm(
 
     Args:
         x_MK: Rows, ``(M, K)``, bf16, fp16 or fp32: packed by group, or in any order with
-            ``rows_R``.
+            ``rows_R``. Fast where a row is a multiple of 16 bytes; else right, and slow.
         weights_SNK: The slab of matrices, ``(S, N, K)``, of ``x_MK``'s dtype.
         groups: What ``ActiveGroups.of`` made of the counts.
         rows_R: For each packed row the row of ``x_MK``, times ``gather_div``, ``(R,)`` int32.
@@ -98,7 +98,7 @@ def grouped_gemm_fp8(
         ``(R, N)``. Rows that belong to no group hold anything.
 
     Raises:
-        ConfigError: A dtype, shape or layout does not fit the others.
+        ConfigError: A dtype, shape or layout does not fit the others, or the GPU knows no FP8.
 
     Example:
         The row ``[448.]`` with factor 2 and the matrix ``[[3.]]`` with factor 0.5 give ``[1344.]``.
@@ -161,9 +161,24 @@ def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         raise ConfigError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
 
 
+def check_multiplies_fp8(device: torch.device) -> None:
+    """Refuse a GPU whose tensor cores know no FP8.
+
+    Raises:
+        ConfigError: Its compute capability is below 8.9.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        raise ConfigError(
+            f"FP8 needs a GPU of compute capability 8.9 or more, {device} has {major}.{minor}; "
+            "store the weights as bf16 and call grouped_gemm"
+        )
+
+
 def _kernel_fp8(
     x_MK: Tensor, x_scale_Mk: Tensor, weights_SNK: Tensor, weight_scale_Snk: Tensor, *rest: Any
 ) -> Tensor:
+    check_multiplies_fp8(x_MK.device)
     *lists, out_dtype = rest
     scales = (x_scale_Mk, weight_scale_Snk)
     return launch(x_MK, weights_SNK, *lists, scales=scales, out_dtype=out_dtype)
