@@ -50,6 +50,13 @@ def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path) -> None:
     assert not target.exists()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.timeout(600)
+def test_on_a_gpu_every_op_is_right() -> None:
+    assert gpu_checks.check_all(torch.device("cuda")) > 100
+
+
 def test_every_part_has_its_rows(bench: Bench) -> None:
     found = keys(bench.report)
     ours = ("gemm", "shrink+gemm", "without shrink", "floor")
@@ -116,7 +123,9 @@ def test_a_wrong_product_is_seen_before_anything_is_measured(
         return out_RN
 
     monkeypatch.setattr(gpu_checks, "grouped_gemm", wrong)
-    with pytest.raises(WrongResult, match=r"bf16, all, N 1, K 1, tiles of 16: off by \S+ times"):
+    with pytest.raises(
+        WrongResult, match=r"bf16, all, N 256, K 512, tiles of 16: off by \S+ times"
+    ):
         measure(Bench(device=CPU, rounds=1, shapes=QUICK), quick=True)
 
 
