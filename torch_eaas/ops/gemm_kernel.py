@@ -59,11 +59,11 @@ def launch(
     """Run the kernel, whose grid is fixed by shapes and the device.
 
     Args:
-        x_MK: As ``grouped_gemm`` takes it; so are the others.
+        x_MK: As ``grouped_gemm`` takes it; so are all that follow, but these.
         weights_SNK: The slab.
         rows_R: Source rows, or None.
         slots_G: Slots, or None.
-        counts_G: Rows of each group.
+        counts_G: With those that follow, the lists of ``ActiveGroups``.
         active_G: Active groups.
         offsets_G: Their first rows.
         tiles_G: Their first tiles.
@@ -79,45 +79,37 @@ def launch(
     (slots, outputs, inputs), num_groups = weights_SNK.shape, counts_G.shape[0]
     num_rows = x_MK.shape[0] if rows_R is None else rows_R.shape[0]
     dtype = x_MK.dtype if out_dtype is None else out_dtype
-    shape = (num_rows, outputs) if split_k == 1 else (split_k, num_rows, outputs)
-    out = x_MK.new_empty(shape, dtype=dtype if split_k == 1 else torch.float32)
-    # a part without inputs, or without any matrix, is for the kernel; one without outputs is none
-    if out.numel() == 0 or num_groups == 0:
-        return out if split_k == 1 else out.new_empty(shape[1:], dtype=dtype)
+    parts = x_MK.new_empty(
+        (split_k, num_rows, outputs), dtype=dtype if split_k == 1 else torch.float32
+    )
     block_k = INPUT_BYTES // x_MK.element_size()
     is_described = may_describe and _may_describe(weights_SNK)
-    with on_device(x_MK):
-        grouped_gemm_kernel[(blocks_on(x_MK.device, programs),)](
-            x_MK,
-            _descriptor(weights_SNK, block_n, block_k) if is_described else weights_SNK,
-            out,
-            *(scales or (None, None)),
-            rows_R,
-            slots_G,
-            counts_G,
-            active_G,
-            offsets_G,
-            tiles_G,
-            totals_3,
-            outputs,
-            inputs,
-            slots,
-            num_rows,
-            GATHER_DIV=gather_div,
-            SCALED=scales is not None,
-            DESCRIPTOR=is_described,
-            UPCAST=not isinstance(grouped_gemm_kernel, triton.JITFunction),
-            EVEN_K=inputs % block_k == 0,
-            BLOCK_M=block_rows,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            SPLIT_K=split_k,
-            CHUNK=_CHUNK,
-            HALVINGS=(triton.cdiv(num_groups, _CHUNK) - 1).bit_length(),
-            num_warps=warps,
-            num_stages=stages,
-        )
-    return out if split_k == 1 else out.sum(0).to(dtype)
+    lists = (rows_R, slots_G, counts_G, active_G, offsets_G, tiles_G, totals_3)
+    # without inputs, or without any matrix, there is still something to write
+    if parts.numel() and num_groups:
+        with on_device(x_MK):
+            grouped_gemm_kernel[(blocks_on(x_MK.device, programs),)](
+                x_MK,
+                _descriptor(weights_SNK, block_n, block_k) if is_described else weights_SNK,
+                parts,
+                *(scales or (None, None)),
+                *lists,
+                *(outputs, inputs, slots, num_rows),
+                GATHER_DIV=gather_div,
+                SCALED=scales is not None,
+                DESCRIPTOR=is_described,
+                UPCAST=not isinstance(grouped_gemm_kernel, triton.JITFunction),
+                EVEN_K=inputs % block_k == 0,
+                BLOCK_M=block_rows,
+                BLOCK_N=block_n,
+                BLOCK_K=block_k,
+                SPLIT_K=split_k,
+                CHUNK=_CHUNK,
+                HALVINGS=(triton.cdiv(num_groups, _CHUNK) - 1).bit_length(),
+                num_warps=warps,
+                num_stages=stages,
+            )
+    return parts[0] if split_k == 1 else parts.sum(0).to(dtype)
 
 
 def _may_describe(weights_SNK: Tensor) -> bool:
