@@ -134,8 +134,10 @@ def same_bits_across_tiles(numbers: str, device: torch.device) -> float:
     return float((case.run(16) == case.run(128)).double().mean())
 
 
-def check_equal(name: str, got: Tensor, expected: Tensor, error: float = 0.0) -> None:
-    """Compare; ``error`` is relative.
+def check_equal(
+    name: str, got: Tensor, expected: Tensor, error: float = 0.0, smallest: float = 0.0
+) -> None:
+    """Compare; ``error`` is relative, for numbers below ``smallest`` relative to that.
 
     Raises:
         WrongResult: They differ by more.
@@ -143,7 +145,8 @@ def check_equal(name: str, got: Tensor, expected: Tensor, error: float = 0.0) ->
     got, expected = got.cpu().double(), expected.cpu().double()
     if got.shape != expected.shape:
         raise WrongResult(f"{name}: shape {tuple(got.shape)}, not {tuple(expected.shape)}")
-    wrong = ~((got - expected).abs() <= error * expected.abs()) & ~(got == expected)
+    bound = error * expected.abs().clamp(min=smallest)
+    wrong = ~((got - expected).abs() <= bound) & ~(got == expected)
     if wrong.any():
         where = tuple(wrong.nonzero()[0].tolist())
         raise WrongResult(
@@ -218,8 +221,12 @@ def _other_ops(device: torch.device) -> dict[str, Tensor]:
 def _check_others(device: torch.device) -> int:
     found, expected = _other_ops(device), _other_ops(torch.device("cpu"))
     for name, result in found.items():
-        is_fp8 = result.dtype == torch.float8_e4m3fn
-        # one step of FP8, one of bf16, or the last digits of fp32
-        error = 0.13 if is_fp8 else 2**-7 if result.dtype == torch.bfloat16 else 1e-5
-        check_equal(name, result, expected[name], error if result.is_floating_point() else 0.0)
+        # one step of FP8 or of bf16, the last digits of fp32, and integers exactly
+        error, smallest = {
+            torch.float8_e4m3fn: (0.13, 2**-6),
+            torch.bfloat16: (2**-7, 0.0),
+            torch.float32: (1e-5, 0.0),
+            torch.int32: (0.0, 0.0),
+        }[result.dtype]
+        check_equal(name, result, expected[name], error, smallest)
     return len(found)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 Call = Callable[[], object]
 
+REPEATS = 5
+"""How often a graph runs through its calls: what a launch costs is shared by many."""
+
 
 def seconds_per_call(
     variants: Mapping[str, Sequence[Call]], rounds: int, device: torch.device
@@ -18,7 +21,7 @@ def seconds_per_call(
 
     Args:
         variants: Calls with inputs that rotate, so that no cache holds the next one's.
-        rounds: Each runs all calls of all variants, the variants in turn.
+        rounds: Each runs all calls of all variants, five times, the variants in turn.
         device: Where they run; on a CPU the times are the host's.
     """
     runs = {name: _captured(calls, device) for name, calls in variants.items()}
@@ -28,7 +31,7 @@ def seconds_per_call(
         for name, run in runs.items():
             seconds = _timed(run, device)
             if number >= 0:
-                times[name].append(seconds / len(variants[name]))
+                times[name].append(seconds / (REPEATS * len(variants[name])))
     return times
 
 
@@ -44,8 +47,9 @@ def _captured(calls: Sequence[Call], device: torch.device) -> Call:
     """Return what runs all calls; on a GPU it replays a graph."""
 
     def eager() -> None:
-        for call in calls:
-            call()
+        for _ in range(REPEATS):
+            for call in calls:
+                call()
 
     # compiles, and lets libraries allocate what they keep
     eager()
@@ -65,8 +69,9 @@ def _timed(run: Call, device: torch.device) -> float:
         return time.perf_counter() - began
     start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
     end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
-    # the graph's launch must not wait for the host between the events
     torch.cuda.synchronize(device)
+    # the GPU idles for about a millisecond, in which the host has time to launch the graph
+    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # torch
     start.record()
     run()
     end.record()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_checks, gpu_ops
+from benchmarks import gpu_checks, gpu_clock, gpu_ops
 from benchmarks.gpu_ops import QUICK, Bench, measure
 from benchmarks.harness import WrongResult
 from torch_eaas.cli.report import Report
@@ -127,6 +127,21 @@ def test_a_wrong_product_is_seen_before_anything_is_measured(
         WrongResult, match=r"bf16, all, N 256, K 512, tiles of 16: off by \S+ times"
     ):
         measure(Bench(device=CPU, rounds=1, shapes=QUICK), quick=True)
+
+
+def test_times_are_those_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_clock, "_timed", lambda run, device: (run(), 60.0)[1])
+    called: list[str] = []
+    calls = {"a": [lambda: called.append("a")] * 3, "b": [lambda: called.append("b")]}
+    assert gpu_clock.seconds_per_call(calls, 2, CPU) == {"a": [4.0, 4.0], "b": [12.0, 12.0]}
+    # a first run that compiles, one that warms up, and two rounds, in turn
+    assert "".join(called) == "a" * 15 + "b" * 5 + ("a" * 15 + "b" * 5) * 3
+
+
+def test_random_fp8_numbers_are_finite_small_and_of_both_signs() -> None:
+    numbers = gpu_clock.random_bytes((100, 100), CPU).float()
+    assert numbers.isfinite().all()
+    assert (float(numbers.min()), float(numbers.max())) == (-1.875, 1.875)
 
 
 @pytest.mark.parametrize(

@@ -87,10 +87,13 @@ def test_the_examples_of_the_docstrings_hold() -> None:
     matrix = torch.tensor([[[3.0]]]).to(torch.float8_e4m3fn), torch.tensor([[[0.5]]])
     # 1344 needs no more digits than bf16 has
     assert grouped_gemm_fp8(row, matrix, ActiveGroups.of(int32(1), 16)).tolist() == [[1344.0]]
-    lists = ActiveGroups.of(int32(0, 3, 0, 5), 4)
-    assert lists.active_G.tolist() == [1, 3, -1, -1]
-    assert lists.tiles_G.tolist()[:2] == [0, 1]
-    assert lists.totals_3.tolist() == [2, 3, 8]
+    lists = ActiveGroups.of(int32(0, 3, 0, 40), 16)
+    assert [part.tolist() for part in lists[1:5]] == [
+        [1, 3, -1, -1],
+        [0, 3, 43, 43],
+        [0, 1, 4, 4],
+        [2, 4, 43],
+    ]
 
 
 # -- as torch's tools see them -----------------------------------------------------------------

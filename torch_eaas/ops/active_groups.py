@@ -15,8 +15,8 @@ class ActiveGroups(NamedTuple):
     Make one with ``ActiveGroups.of``; both GEMMs of a layer may use it.
 
     Example:
-        ``counts=[0, 3, 0, 5]`` and tiles of 4 rows have ``active=[1, 3, -1, -1]``,
-        ``tiles=[0, 1, 3, 3]`` and ``totals=[2, 3, 8]``.
+        ``counts=[0, 3, 0, 40]`` and tiles of 16 rows have ``active=[1, 3, -1, -1]``,
+        ``offsets=[0, 3, 43, 43]``, ``tiles=[0, 1, 4, 4]`` and ``totals=[2, 4, 43]``.
     """
 
     counts_G: Tensor
