@@ -31,7 +31,7 @@ from benchmarks.harness import CannotMeasure, Options, figures
 from torch_eaas.cli.report import Report
 from torch_eaas.ops import ActiveGroups, choose_block_rows, group_shrink
 
-BUDGET_S = 420
+BUDGET_S = 360
 """No part begins after so many seconds; what is left out is said in the report."""
 
 
