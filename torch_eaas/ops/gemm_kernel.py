@@ -75,41 +75,50 @@ def launch(
         out_dtype: None: x's.
         may_describe: Read matrices by a tensor descriptor (TMA) where device and layout allow it.
     """
-    block_n, stages, warps, programs, split_k = config
     (slots, outputs, inputs), num_groups = weights_SNK.shape, counts_G.shape[0]
     num_rows = x_MK.shape[0] if rows_R is None else rows_R.shape[0]
+    _, _, _, programs, split_k = config
     dtype = x_MK.dtype if out_dtype is None else out_dtype
-    parts = x_MK.new_empty(
-        (split_k, num_rows, outputs), dtype=dtype if split_k == 1 else torch.float32
-    )
-    block_k = INPUT_BYTES // x_MK.element_size()
+    part_dtype = dtype if split_k == 1 else torch.float32
+    parts = x_MK.new_empty((split_k, num_rows, outputs), dtype=part_dtype)
+    tiles = _tiles(inputs, x_MK.element_size(), num_groups, block_rows, config)
     is_described = may_describe and _may_describe(weights_SNK)
-    lists = (rows_R, slots_G, counts_G, active_G, offsets_G, tiles_G, totals_3)
     # without inputs, or without any matrix, there is still something to write
     if parts.numel() and num_groups:
         with on_device(x_MK):
             grouped_gemm_kernel[(blocks_on(x_MK.device, programs),)](
                 x_MK,
-                _descriptor(weights_SNK, block_n, block_k) if is_described else weights_SNK,
+                _descriptor(weights_SNK, tiles) if is_described else weights_SNK,
                 parts,
                 *(scales or (None, None)),
-                *lists,
+                *(rows_R, slots_G, counts_G, active_G, offsets_G, tiles_G, totals_3),
                 *(outputs, inputs, slots, num_rows),
                 GATHER_DIV=gather_div,
                 SCALED=scales is not None,
                 DESCRIPTOR=is_described,
                 UPCAST=not isinstance(grouped_gemm_kernel, triton.JITFunction),
-                EVEN_K=inputs % block_k == 0,
-                BLOCK_M=block_rows,
-                BLOCK_N=block_n,
-                BLOCK_K=block_k,
-                SPLIT_K=split_k,
-                CHUNK=_CHUNK,
-                HALVINGS=(triton.cdiv(num_groups, _CHUNK) - 1).bit_length(),
-                num_warps=warps,
-                num_stages=stages,
+                **tiles,
             )
     return parts[0] if split_k == 1 else parts.sum(0).to(dtype)
+
+
+def _tiles(
+    inputs: int, element_size: int, num_groups: int, block_rows: int, config: Sequence[int]
+) -> dict[str, Any]:
+    """Return the kernel's constants that say how it is cut into tiles."""
+    block_n, stages, warps, _, split_k = config
+    block_k = INPUT_BYTES // element_size
+    return {
+        "EVEN_K": inputs % block_k == 0,
+        "BLOCK_M": block_rows,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "SPLIT_K": split_k,
+        "CHUNK": _CHUNK,
+        "HALVINGS": (triton.cdiv(num_groups, _CHUNK) - 1).bit_length(),
+        "num_warps": warps,
+        "num_stages": stages,
+    }
 
 
 def _may_describe(weights_SNK: Tensor) -> bool:
@@ -122,9 +131,10 @@ def _may_describe(weights_SNK: Tensor) -> bool:
     return is_aligned and inputs > 0 and 0 < slots * outputs < 2**31
 
 
-def _descriptor(weights_SNK: Tensor, block_n: int, block_k: int) -> Any:
+def _descriptor(weights_SNK: Tensor, tiles: dict[str, Any]) -> Any:
     slots, outputs, inputs = weights_SNK.shape
-    return TensorDescriptor(weights_SNK, [slots * outputs, inputs], [inputs, 1], [block_n, block_k])
+    block = [tiles["BLOCK_N"], tiles["BLOCK_K"]]
+    return TensorDescriptor(weights_SNK, [slots * outputs, inputs], [inputs, 1], block)
 
 
 @triton.jit
