@@ -36,6 +36,12 @@ CASES = (
             "tests/benchmarks/test_schedule.py",
         ),
     ),
+    Case(
+        name="gpu_ops",
+        summary="the kernels on a GPU, against float64, memory's speed and other kernels",
+        module="benchmarks.gpu_ops",
+        tests=(),
+    ),
 )
 
 if __name__ == "__main__":

@@ -17,6 +17,14 @@ from torch_eaas.cli.report import Report, median, percentile
 ROOT = Path(__file__).parents[1]
 
 
+class CannotMeasure(Exception):
+    """This machine lacks what a benchmark measures; the text says what."""
+
+
+class WrongResult(Exception):
+    """What was to be measured gives wrong results; the text says which."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How long to measure."""
@@ -55,7 +63,8 @@ class Case:
     """The module whose ``run(options)`` returns a Report."""
 
     tests: tuple[str, ...]
-    """Tests of what it measures: paths and patterns, from the repository's root."""
+    """Tests of what it measures: paths and patterns, from the repository's root. None: ``run``
+    itself checks, and raises WrongResult."""
 
     def run(self, options: Options) -> Report:
         """Measure."""
@@ -65,7 +74,11 @@ class Case:
 
 
 def main(argv: Sequence[str], cases: Sequence[Case]) -> int:
-    """Test, measure, print and write; return the exit code: 0, 1 red tests, 2 usage."""
+    """Test, measure, print and write; return the exit code.
+
+    It is 0, 1 where tests are red or results wrong, 2 for usage, 3 where this machine lacks what
+    is measured.
+    """
     by_name = {case.name: case for case in cases}
     parser = _parser(cases)
     given = parser.parse_args(argv)
@@ -73,7 +86,7 @@ def main(argv: Sequence[str], cases: Sequence[Case]) -> int:
         if getattr(given, option) < 1:
             parser.error(f"--{option} must be at least 1, got {getattr(given, option)}")
     case = by_name[given.name]
-    if not given.skip_tests:
+    if case.tests and not given.skip_tests:
         failure = run_tests(case.tests)
         if failure:
             print(failure)
@@ -85,7 +98,11 @@ def main(argv: Sequence[str], cases: Sequence[Case]) -> int:
         kills=given.kills,
         schedule=given.schedule,
     )
-    report = case.run(options)
+    try:
+        report = case.run(options)
+    except (CannotMeasure, WrongResult) as error:
+        print(error, file=sys.stderr)
+        return 3 if isinstance(error, CannotMeasure) else 1
     print(report.text())
     if given.json is not None:
         report.write(given.json)

@@ -4,12 +4,22 @@ import json
 import os
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import harness
-from benchmarks.harness import Case, Options, cores, figures, main, pinned
+from benchmarks.harness import (
+    CannotMeasure,
+    Case,
+    Options,
+    WrongResult,
+    cores,
+    figures,
+    main,
+    pinned,
+)
 from torch_eaas.cli.report import Report
 
 
@@ -96,3 +106,26 @@ def test_pinning_ends() -> None:
     with pinned(cores()[0]):
         assert os.sched_getaffinity(0) == {cores()[0]}
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(("error", "code"), [(CannotMeasure, 3), (WrongResult, 1)])
+def test_what_cannot_be_measured_or_is_wrong_says_why_and_writes_nothing(
+    error: type[Exception],
+    code: int,
+    case: Case,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(options: Options) -> Report:
+        raise error("there is no such thing here")
+
+    monkeypatch.setattr(sys.modules["fake_benchmark"], "run", run)
+    target = tmp_path / "f.json"
+    assert main(["fake", "--skip-tests", "--json", str(target)], [case]) == code
+    assert capsys.readouterr() == ("", "there is no such thing here\n")
+    assert not target.exists()
+
+
+def test_a_case_that_checks_itself_needs_no_tests(case: Case) -> None:
+    assert main(["fake", "--quick"], [replace(case, tests=())]) == 0

@@ -1,4 +1,4 @@
-"""The ops one after another, around plain products: what the experts give each token, by hand."""
+"""The ops one after another: what the experts give each token, by hand."""
 
 from __future__ import annotations
 
@@ -10,19 +10,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_eaas.ops import activation, combining, packing, reference, shrinking
+from torch_eaas.ops import activation, combining, gemm_kernel, packing, reference, shrinking
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 SLOTS, ROOM, TOP_K, LAYERS, EXPERTS, HIDDEN, SIZE = 4, 5, 3, 2, 6, 9, 7
 
+
+def gemm_kernel_of(
+    x: Tensor, weights: Tensor, lists: tuple[Tensor, ...], rows: Tensor | None, gather_div: int
+) -> Tensor:
+    return gemm_kernel.launch(x, weights, rows, None, *lists, gather_div, 16, [64, 4, 4, 2, 1])
+
+
+def gemm_twin_of(
+    x: Tensor, weights: Tensor, lists: tuple[Tensor, ...], rows: Tensor | None, gather_div: int
+) -> Tensor:
+    return reference.grouped_gemm_ref(x, weights, lists[0], rows_R=rows, gather_div=gather_div)
+
+
 KERNELS = SimpleNamespace(
+    gemm=gemm_kernel_of,
     pack=packing.launch,
     shrink=shrinking.launch,
     swiglu=activation.launch,
     combine=combining.launch,
 )
 TWINS = SimpleNamespace(
+    gemm=gemm_twin_of,
     pack=reference.pack_slots_ref,
     shrink=reference.shrink_groups_ref,
     swiglu=reference.swiglu_rows_ref,
@@ -32,18 +47,6 @@ TWINS = SimpleNamespace(
 
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def multiply(x_RD: Tensor, weights: Tensor, lists: tuple[Tensor, ...], counts: Tensor) -> Tensor:
-    """Multiply as a grouped GEMM does: active groups only, from their first rows on."""
-    active, offsets, _, totals = lists
-    out = x_RD.new_full((len(x_RD), weights.shape[1]), float("nan"))
-    for group, first in zip(active.tolist(), offsets.tolist(), strict=True):
-        if group >= 0:
-            rows = slice(first, first + int(counts[group]))
-            out[rows] = x_RD[rows] @ weights[group].T
-    assert int(totals[2]) == int(counts.sum())
-    return out
 
 
 @pytest.mark.parametrize("per_expert", [True, False], ids=["rows", "sums"])
@@ -66,11 +69,12 @@ def test_each_token_gets_what_its_experts_of_its_layer_make_of_it(
     rows, places, counts = ops.pack(
         *(t.int() for t in (ids, layers, num_tokens, groups)), num_groups
     )
-    lists = ops.shrink(counts, 16)
-    x_RD = x.view(-1, HIDDEN)[rows.clamp(min=0) // TOP_K]
-    hidden = ops.swiglu(multiply(x_RD, gate_up, lists, counts), lists[3])
+    lists = (counts, *ops.shrink(counts, 16))
+    hidden = ops.swiglu(
+        ops.gemm(x.view(-1, HIDDEN), gate_up[:num_groups], lists, rows, TOP_K), lists[-1]
+    )
     out = ops.combine(
-        multiply(hidden, down, lists, counts),
+        ops.gemm(hidden, down[:num_groups], lists, None, 1),
         places.view(-1, TOP_K),
         weights.view(-1, TOP_K),
         per_expert,

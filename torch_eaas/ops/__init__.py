@@ -3,10 +3,10 @@
 A layer on a device, from the tokens in a server's slots to each token's sum, without a host sync::
 
     rows_R, places_STK, counts_G = pack(ids_STK, layers_S, num_tokens_S, groups_LE, num_groups)
-    active_G, offsets_G, tiles_G, totals_3 = group_shrink(counts_G, block_rows=64)
-    gate_up_R2I = ...  # a grouped GEMM over the active groups; row r is token rows_R[r] // K
-    hidden_RI = swiglu(gate_up_R2I, totals_3)
-    down_RD = ...  # and another
+    groups = ActiveGroups.of(counts_G, block_rows=choose_block_rows(len(rows_R), num_groups))
+    gate_up_R2I = grouped_gemm(x_TD, gate_up_G2ID, groups, rows_R=rows_R, gather_div=K)
+    hidden_RI = swiglu(gate_up_R2I, groups.totals_3)
+    down_RD = grouped_gemm(hidden_RI, down_GDI, groups)
     out_TD = combine(down_RD, places_STK.view(-1, K), weights_TK, num_tokens_S=num_tokens_S)
 
 Each public name is loaded on first use, so that what needs the twins only brings no Triton. No file
@@ -18,9 +18,16 @@ This package and ``comm`` are strangers: neither imports the other.
 from importlib import import_module
 
 _HOMES = {
+    "ActiveGroups": "active_groups",
+    "GemmConfig": "gemm_config",
+    "GemmTuner": "gemm_tuner",
+    "choose_block_rows": "gemm_config",
     "combine": "combining",
     "group_shrink": "shrinking",
+    "grouped_gemm": "gemm",
+    "grouped_gemm_fp8": "gemm",
     "pack": "packing",
+    "quantize_blocks": "quantize",
     "quantize_rows": "row_quantizer",
     "swiglu": "activation",
     "swiglu_quantize": "activation",

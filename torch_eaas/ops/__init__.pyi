@@ -1,6 +1,13 @@
 from torch_eaas.ops.activation import swiglu as swiglu
 from torch_eaas.ops.activation import swiglu_quantize as swiglu_quantize
+from torch_eaas.ops.active_groups import ActiveGroups as ActiveGroups
 from torch_eaas.ops.combining import combine as combine
+from torch_eaas.ops.gemm import grouped_gemm as grouped_gemm
+from torch_eaas.ops.gemm import grouped_gemm_fp8 as grouped_gemm_fp8
+from torch_eaas.ops.gemm_config import GemmConfig as GemmConfig
+from torch_eaas.ops.gemm_config import choose_block_rows as choose_block_rows
+from torch_eaas.ops.gemm_tuner import GemmTuner as GemmTuner
 from torch_eaas.ops.packing import pack as pack
+from torch_eaas.ops.quantize import quantize_blocks as quantize_blocks
 from torch_eaas.ops.row_quantizer import quantize_rows as quantize_rows
 from torch_eaas.ops.shrinking import group_shrink as group_shrink

@@ -6,11 +6,13 @@ G groups (one per (layer, expert) held), D hidden, I intermediate, A active grou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
-from torch_eaas.ops.quantize import quantize_blocks
+from torch_eaas.ops.quantize import dequantize_blocks, quantize_blocks
 
 
 def pack_ref(groups_R: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -190,3 +192,61 @@ def _held_tokens(num_tokens_S: Tensor | None, num_tokens: int) -> Tensor:
         return torch.arange(num_tokens)
     within_T = torch.arange(num_tokens // len(num_tokens_S))
     return (within_T < num_tokens_S[:, None]).flatten().nonzero().flatten()
+
+
+def grouped_gemm_ref(
+    x_MK: Tensor,
+    weights_SNK: Tensor,
+    counts_G: Tensor,
+    *,
+    rows_R: Tensor | None = None,
+    gather_div: int = 1,
+    slots_G: Tensor | None = None,
+) -> Tensor:
+    """Define ``torch_eaas.ops.grouped_gemm``: see there."""
+    num_rows = x_MK.shape[0] if rows_R is None else rows_R.shape[0]
+    out_RN = x_MK.new_empty((num_rows, weights_SNK.shape[1]))
+    sources_R = torch.arange(num_rows) if rows_R is None else rows_R // gather_div
+    for here, slot in _active_slots(counts_G, slots_G, weights_SNK.shape[0]):
+        if slot is None:
+            out_RN[here] = float("nan")
+        else:
+            out_RN[here] = F.linear(x_MK[sources_R[here]].float(), weights_SNK[slot].float()).to(
+                out_RN.dtype
+            )
+    return out_RN
+
+
+def grouped_gemm_fp8_ref(
+    x: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
+    counts_G: Tensor,
+    *,
+    rows_R: Tensor | None = None,
+    gather_div: int = 1,
+    slots_G: Tensor | None = None,
+) -> Tensor:
+    """Define ``torch_eaas.ops.grouped_gemm_fp8``, in fp32: see there."""
+    x_MK = dequantize_blocks(*x, (1, 128))
+    num_rows = x_MK.shape[0] if rows_R is None else rows_R.shape[0]
+    out_RN = x_MK.new_empty((num_rows, weights[0].shape[1]))
+    sources_R = torch.arange(num_rows) if rows_R is None else rows_R // gather_div
+    for here, slot in _active_slots(counts_G, slots_G, weights[0].shape[0]):
+        if slot is None:
+            out_RN[here] = float("nan")
+        else:
+            weight_NK = dequantize_blocks(weights[0][slot], weights[1][slot], (128, 128))
+            out_RN[here] = F.linear(x_MK[sources_R[here]], weight_NK)
+    return out_RN
+
+
+def _active_slots(
+    counts_G: Tensor, slots_G: Tensor | None, num_slots: int
+) -> Iterator[tuple[slice, int | None]]:
+    """Yield each active group's packed rows, and its slot or None where the slab has none."""
+    start = 0
+    for group, count in enumerate(counts_G.tolist()):
+        slot = group if slots_G is None else int(slots_G[group])
+        if count:
+            yield slice(start, start + count), slot if 0 <= slot < num_slots else None
+        start += count
