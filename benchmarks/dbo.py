@@ -112,7 +112,10 @@ class _Bench:
 
     def measure(self, report: Report, compute_ms: int, delay_ms: int) -> None:
         """Add a row for each number of micro-batches in flight."""
+        before = self._client.counters()
         times = self._measure(compute_ms * MS)
+        after = self._client.counters()
+        num_calls = after["dispatches"] - before.get("dispatches", 0)
         a, d = median(times.computed), delay_ms * MS
         for count, overlap in times.overlap.items():
             report.add_row(
@@ -120,6 +123,8 @@ class _Bench:
                 f"N{count}",
                 **_figures(times, overlap),
                 d_us=delay_ms * 1000,
+                # by the servers' clocks: the planned delay, and how much longer its sleep lasts
+                experts_us=round((after["experts_us"] - before.get("experts_us", 0)) / num_calls),
                 ideal_us=_us(max(a, (a + d) / count)),
             )
 
@@ -205,7 +210,7 @@ def _check(report: Report, costs: tuple[tuple[int, int], ...], in_flight: tuple[
             row = f"rows['a{compute_ms} d{delay_ms}','N{count}']"
             ideal = f"max({row}.a_us, ({row}.a_us + {row}.d_us) / {count})"
             ratios.append(f"{row}.overlap_us / {ideal}")
-    report.add_check("worst_vs_ideal", f"max({', '.join(ratios)})", "<= 1.1")
+    report.add_check("worst_vs_ideal", f"max(0, {', '.join(ratios)})", "<= 1.1")
 
 
 def _us(seconds: float) -> float:

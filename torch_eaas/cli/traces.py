@@ -68,7 +68,7 @@ def merge_traces(
     for index, (name, trace) in enumerate(servers.items(), 1):
         events = _placed(trace["traceEvents"], index, name)
         # each file counts from a time of its own
-        _move(events, (_base_us(trace) - _base_us(client)))
+        _move(events, _base_us(trace) - _base_us(client))
         offsets[name] = _offset(name, sent, _marks(events))
         _move(events, -offsets[name].offset_us)
         merged += events
