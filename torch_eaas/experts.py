@@ -185,9 +185,9 @@ class ExpertPool(nn.Module):
     ) -> Tensor:
         """Like ``forward``, with groups that were looked up in ``table``."""
         num_tokens, top_k = groups_TK.shape
-        order_N, active, counts = sorted_rows(groups_TK.numpy().reshape(-1))
-        tokens_N = order_N // top_k
-        weights_N1 = weights_TK.reshape(-1)[order_N].unsqueeze(1)
+        order, active, counts = sorted_rows(groups_TK.numpy().reshape(-1))
+        order_N, tokens_N = torch.from_numpy(order), torch.from_numpy(order // top_k)
+        weights_N1 = weights_TK.take(order_N).unsqueeze(1)
         num_out = num_tokens * top_k if per_expert else num_tokens
         out = torch.zeros((num_out, self.hidden_size))
         at = 0
@@ -282,6 +282,6 @@ class GroupTable:
         table_E = self._layers.get(layer, _NOTHING_HELD)
         groups_TK = table_E[np.minimum(ids_TK, len(table_E) - 1)]
         unknown = groups_TK < 0
-        if unknown.any():
-            unknown &= ids_TK >= 0
-        return groups_TK, sorted(set(ids_TK[unknown].tolist()))
+        if not unknown.any():
+            return groups_TK, []
+        return groups_TK, sorted(set(ids_TK[unknown & (ids_TK >= 0)].tolist()))

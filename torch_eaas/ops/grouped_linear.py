@@ -43,8 +43,10 @@ def grouped_linear(
     num_outputs = matrices[0].num_outputs if matrices else 0
     parts = [
         matrix.multiply(x_nD, deterministic=deterministic)
-        for x_nD, matrix in zip(torch.split(x_RD, list(counts)), matrices, strict=True)
-        if len(x_nD)
+        for x_nD, matrix, count in zip(
+            torch.split(x_RD, list(counts)), matrices, counts, strict=True
+        )
+        if count
     ]
     if len(parts) == 1:
         return parts[0]

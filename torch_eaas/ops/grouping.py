@@ -1,31 +1,33 @@
 """Which rows belong to which group, found on the host: a CPU server needs the counts there.
 
-Shape suffixes: R rows, N of them in a group.
+Shape suffix: R rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 
-def sorted_rows(groups_R: NDArray[np.int64]) -> tuple[Tensor, list[int], list[int]]:
+def sorted_rows(groups_R: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[int], list[int]]:
     """Return the rows that have a group, sorted stably by it, the active groups, and their rows.
 
     Example:
         ``groups=[2, -1, 0, 2]`` gives ``rows=[2, 0, 3]``, ``active=[0, 2]``, ``counts=[1, 2]``.
     """
     order_R = groups_R.argsort(kind="stable")
+    sorted_R = groups_R[order_R]
+    starts = [0, *(np.flatnonzero(sorted_R[1:] != sorted_R[:-1]) + 1).tolist(), len(order_R)]
+    counts = [end - start for start, end in pairwise(starts) if end > start]
+    active = sorted_R[starts[: len(counts)]].tolist()
     # -1 sorts first
-    order_N = order_R[np.count_nonzero(groups_R < 0) :]
-    sorted_N = groups_R[order_N]
-    starts = np.flatnonzero(np.diff(sorted_N, prepend=-1))
-    counts = np.diff(starts, append=len(sorted_N))
-    return torch.from_numpy(order_N), sorted_N[starts].tolist(), counts.tolist()
+    if active and active[0] < 0:
+        order_R = order_R[counts.pop(0) :]
+        del active[0]
+    return order_R, active, counts
 
 
 def pieces(counts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:

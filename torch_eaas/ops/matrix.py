@@ -10,7 +10,8 @@ Shape suffixes: R rows, D inputs, N outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -62,18 +63,18 @@ def keep_matrix(weight_ND: Tensor) -> Matrix:
         weight_ND: The matrix, ``(N, D)``; it is copied where the layout is another.
 
     Returns:
-        fp32: oneDNN's blocks. bf16: the same where the CPU multiplies bf16, else FBGEMM's fp16
-        panels, which take fp32 rows. A plain matrix where torch lacks these, or where their
-        padding would cost more than a third.
+        fp32: the transpose, which BLAS multiplies faster with up to three rows. bf16: oneDNN's
+        blocks where the CPU multiplies bf16, else FBGEMM's fp16 panels, which take fp32 rows. The
+        plain matrix where torch lacks these, or where their padding would cost more than a third.
 
     Example:
         ``keep_matrix(torch.tensor([[3.0]])).multiply(torch.tensor([[2.0]]), deterministic=True)``
         gives ``[[6.]]``.
     """
-    if weight_ND.dtype == torch.float32 or multiplies_bf16():
-        if _has_blocks(weight_ND.dtype):
-            return BlockedMatrix(weight_ND)
-        return PlainMatrix(weight_ND, weight_ND.dtype)
+    if weight_ND.dtype == torch.float32:
+        return TransposedMatrix(weight_ND)
+    if multiplies_bf16():
+        return BlockedMatrix(weight_ND) if _has_blocks() else PlainMatrix(weight_ND, torch.bfloat16)
     padded = -(-weight_ND.shape[1] // _HALF_BLOCK) * _HALF_BLOCK
     if 3 * padded <= 4 * weight_ND.shape[1] and _has_halves() and weight_ND.isfinite().all():
         return HalfMatrix(weight_ND)
@@ -97,13 +98,33 @@ class PlainMatrix(Matrix):
 
     @override
     def multiply(self, x_RD: Tensor, *, deterministic: bool) -> Tensor:
-        rows_RD = _padded(x_RD, -len(x_RD) % ROW_MULTIPLE if deterministic else 0)
+        num_rows = x_RD.shape[0]
+        rows_RD = _padded(x_RD, -num_rows % ROW_MULTIPLE) if deterministic else x_RD
         parts = [F.linear(rows_RD, tile_ND.to(self.dtype)) for tile_ND in self._tiles]
-        return _joined(parts)[: len(x_RD)]
+        return _joined(parts)[:num_rows]
+
+
+class TransposedMatrix(Matrix):
+    """A matrix that is kept as its transpose.
+
+    Args:
+        weight_ND: The matrix, ``(N, D)``; copied.
+    """
+
+    def __init__(self, weight_ND: Tensor) -> None:
+        self.dtype = weight_ND.dtype
+        self.num_outputs = weight_ND.shape[0]
+        self._weight_DN = weight_ND.t().contiguous()
+
+    @override
+    def multiply(self, x_RD: Tensor, *, deterministic: bool) -> Tensor:
+        num_rows = x_RD.shape[0]
+        rows_RD = _padded(x_RD, -num_rows % ROW_MULTIPLE) if deterministic else x_RD
+        return torch.mm(rows_RD, self._weight_DN)[:num_rows]
 
 
 class BlockedMatrix(Matrix):
-    """A matrix in oneDNN's blocks; about 1.5 times as fast as a plain one for a few rows.
+    """A matrix in oneDNN's blocks.
 
     Args:
         weight_ND: The matrix, ``(N, D)``, fp32 or bf16; copied.
@@ -116,10 +137,11 @@ class BlockedMatrix(Matrix):
 
     @override
     def multiply(self, x_RD: Tensor, *, deterministic: bool) -> Tensor:
-        rows_RD = _padded(x_RD, -len(x_RD) % ROW_MULTIPLE if deterministic else 0)
-        product = torch.ops.mkldnn._linear_pointwise.default
-        out_RN: Tensor = product(rows_RD, self._blocks, None, "none", [], "")
-        return out_RN[: len(x_RD)]
+        num_rows = x_RD.shape[0]
+        rows_RD = _padded(x_RD, -num_rows % ROW_MULTIPLE) if deterministic else x_RD
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        out_RN: Tensor = multiply(rows_RD, self._blocks, None, "none", [], "")
+        return out_RN[:num_rows]
 
 
 class HalfMatrix(Matrix):
@@ -140,17 +162,25 @@ class HalfMatrix(Matrix):
         is_ordinary = largest == 0 or 2.0**-8 <= largest <= 2.0**15
         self._exponent = 0 if is_ordinary else 15 - math.frexp(largest)[1]
         scaled_ND = torch.ldexp(weight_ND.float(), torch.tensor(self._exponent))
-        self._panels = torch.ops.quantized.linear_prepack_fp16(scaled_ND, None)
+        # one way into FBGEMM takes 2 us a call and knows no threads, the other takes 20
+        if torch.get_num_threads() == 1 and _has_quick_halves():
+            quick = torch.fbgemm_linear_fp16_weight_fp32_activation
+            panels = torch.fbgemm_pack_gemm_matrix_fp16(scaled_ND)
+            self._product: Callable[[Tensor], Tensor] = lambda x_RD: quick(x_RD, panels, None)
+        else:
+            threaded = torch.ops.quantized.linear_dynamic_fp16.default
+            packed = torch.ops.quantized.linear_prepack_fp16(scaled_ND, None)
+            self._product = lambda x_RD: threaded(x_RD, packed)
 
     @override
     def multiply(self, x_RD: Tensor, *, deterministic: bool) -> Tensor:
         # FBGEMM takes rows by sixes; its kernels for one row and for two sum in another order
-        missing = {1: 2, 2: 1}.get(len(x_RD) % 6, 0) if deterministic else 0
-        product = torch.ops.quantized.linear_dynamic_fp16.default
-        out_RN: Tensor = product(_padded(x_RD, missing), self._panels)
+        num_rows = x_RD.shape[0]
+        rows_RD = _padded(x_RD, (0, 2, 1, 0, 0, 0)[num_rows % 6]) if deterministic else x_RD
+        out_RN = self._product(rows_RD)
         if self._exponent:
             out_RN = torch.ldexp(out_RN, torch.tensor(-self._exponent))
-        return out_RN[: len(x_RD)]
+        return out_RN[:num_rows]
 
 
 class Fp8Matrix(Matrix):
@@ -173,12 +203,13 @@ class Fp8Matrix(Matrix):
 
     @override
     def multiply(self, x_RD: Tensor, *, deterministic: bool) -> Tensor:
-        rows_RD = _padded(x_RD, -len(x_RD) % ROW_MULTIPLE if deterministic else 0)
+        num_rows = x_RD.shape[0]
+        rows_RD = _padded(x_RD, -num_rows % ROW_MULTIPLE) if deterministic else x_RD
         parts = [
             F.linear(rows_RD, dequantize_blocks(tile_ND, scale, self._block))
             for tile_ND, scale in self._tiles
         ]
-        return _joined(parts)[: len(x_RD)]
+        return _joined(parts)[:num_rows]
 
 
 @cache
@@ -191,20 +222,32 @@ def multiplies_bf16() -> bool:
 
 
 @cache
-def _has_blocks(dtype: torch.dtype) -> bool:
-    return _multiplies(BlockedMatrix, dtype)
+def _has_quick_halves() -> bool:
+    # torch warns once in a process that these will go
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            panels = torch.fbgemm_pack_gemm_matrix_fp16(torch.ones(1, 1))
+            torch.fbgemm_linear_fp16_weight_fp32_activation(torch.ones(1, 1), panels, None)
+        except (AttributeError, RuntimeError):
+            return False
+    return True
+
+
+@cache
+def _has_blocks() -> bool:
+    return _multiplies(BlockedMatrix)
 
 
 @cache
 def _has_halves() -> bool:
-    return _multiplies(HalfMatrix, torch.bfloat16)
+    return _multiplies(HalfMatrix)
 
 
-def _multiplies(kind: type[BlockedMatrix | HalfMatrix], dtype: torch.dtype) -> bool:
+def _multiplies(kind: type[BlockedMatrix | HalfMatrix]) -> bool:
     """Return whether a small matrix of this kind can be made, and multiplies rightly."""
     rows_RD = torch.arange(24.0).view(4, 6)
     try:
-        matrix = kind(torch.eye(5, 6, dtype=dtype))
+        matrix = kind(torch.eye(5, 6, dtype=torch.bfloat16))
         out_RN = matrix.multiply(rows_RD.to(matrix.dtype), deterministic=True)
     except (AttributeError, RuntimeError):
         return False
