@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
 from torch_eaas.ops.matrix import Matrix, PlainMatrix
@@ -41,13 +42,17 @@ def grouped_linear(
         for weight in weights
     ]
     num_outputs = matrices[0].num_outputs if matrices else 0
-    parts = [
-        matrix.multiply(x_nD, deterministic=deterministic)
-        for x_nD, matrix, count in zip(
-            torch.split(x_RD, list(counts)), matrices, counts, strict=True
-        )
-        if count
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else x_RD.new_empty((0, num_outputs))
+    out_RN = x_RD.new_empty((x_RD.shape[0], num_outputs))
+    sizes = list(counts)
+    for x_nD, out_nN, matrix in zip(
+        torch.split(x_RD, sizes), torch.split(out_RN, sizes), matrices, strict=True
+    ):
+        num_rows = x_nD.shape[0]
+        missing = matrix.missing(num_rows) if deterministic else 0
+        if missing:
+            padded = x_nD.new_empty((num_rows + missing, num_outputs))
+            matrix.multiply(F.pad(x_nD, (0, 0, 0, missing)), padded)
+            out_nN.copy_(padded[:num_rows])
+        elif num_rows:
+            matrix.multiply(x_nD, out_nN)
+    return out_RN

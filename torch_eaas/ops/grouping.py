@@ -5,8 +5,8 @@ Shape suffix: R rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,10 @@ def sorted_rows(groups_R: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[in
         ``groups=[2, -1, 0, 2]`` gives ``rows=[2, 0, 3]``, ``active=[0, 2]``, ``counts=[1, 2]``.
     """
     order_R = groups_R.argsort(kind="stable")
-    sorted_R = groups_R[order_R]
-    starts = [0, *(np.flatnonzero(sorted_R[1:] != sorted_R[:-1]) + 1).tolist(), len(order_R)]
-    counts = [end - start for start, end in pairwise(starts) if end > start]
-    active = sorted_R[starts[: len(counts)]].tolist()
     # -1 sorts first
-    if active and active[0] < 0:
-        order_R = order_R[counts.pop(0) :]
-        del active[0]
-    return order_R, active, counts
+    rows = Counter(groups_R[order_R].tolist())
+    order_N = order_R[rows.pop(-1, 0) :]
+    return order_N, list(rows), list(rows.values())
 
 
 def pieces(counts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,6 @@ from functools import cache
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 from typing_extensions import override
 
@@ -43,15 +42,16 @@ class Matrix(Protocol):
     num_outputs: int
     """N."""
 
-    def multiply(self, x_RD: Tensor, *, deterministic: bool) -> Tensor:
-        """Multiply rows with the transpose.
+    def missing(self, num_rows: int) -> int:
+        """Return how many rows to add so that each row's bits depend on itself alone."""
+        ...
+
+    def multiply(self, x_RD: Tensor, out_RN: Tensor) -> None:
+        """Multiply at least one row with the transpose.
 
         Args:
-            x_RD: At least one row, ``(R, D)``, of ``dtype``.
-            deterministic: A row's bits depend on itself alone, not on the other rows.
-
-        Returns:
-            ``(R, N)``.
+            x_RD: The rows, ``(R, D)``, of ``dtype``, contiguous.
+            out_RN: Where the product goes, ``(R, N)``, of ``dtype``, contiguous.
         """
         ...
 
@@ -60,19 +60,19 @@ def keep_matrix(weight_ND: Tensor) -> Matrix:
     """Lay out an fp32 or bf16 matrix as this CPU multiplies fastest.
 
     Args:
-        weight_ND: The matrix, ``(N, D)``; it is copied where the layout is another.
+        weight_ND: The matrix, ``(N, D)``; the plain matrix keeps it, the others copy it.
 
     Returns:
-        fp32: the transpose, which BLAS multiplies faster with up to three rows. bf16: oneDNN's
-        blocks where the CPU multiplies bf16, else FBGEMM's fp16 panels, which take fp32 rows. The
+        fp32: the plain matrix, since no layout of oneDNN's is as fast with one row. bf16: oneDNN's
+        blocks where the CPU multiplies bf16, else FBGEMM's fp16 panels, which take fp32 rows; the
         plain matrix where torch lacks these, or where their padding would cost more than a third.
 
     Example:
-        ``keep_matrix(torch.tensor([[3.0]])).multiply(torch.tensor([[2.0]]), deterministic=True)``
-        gives ``[[6.]]``.
+        ``grouped_linear(torch.tensor([[2.0]]), [keep_matrix(torch.tensor([[3.0]]))], [1])`` gives
+        ``[[6.]]``.
     """
     if weight_ND.dtype == torch.float32:
-        return TransposedMatrix(weight_ND)
+        return PlainMatrix(weight_ND, torch.float32)
     if multiplies_bf16():
         return BlockedMatrix(weight_ND) if _has_blocks() else PlainMatrix(weight_ND, torch.bfloat16)
     padded = -(-weight_ND.shape[1] // _HALF_BLOCK) * _HALF_BLOCK
@@ -97,30 +97,15 @@ class PlainMatrix(Matrix):
             self._tiles = list(torch.split(weight_ND, max(1, _TILE_NUMBERS // max(1, num_inputs))))
 
     @override
-    def multiply(self, x_RD: Tensor, *, deterministic: bool) -> Tensor:
-        num_rows = x_RD.shape[0]
-        rows_RD = _padded(x_RD, -num_rows % ROW_MULTIPLE) if deterministic else x_RD
-        parts = [F.linear(rows_RD, tile_ND.to(self.dtype)) for tile_ND in self._tiles]
-        return _joined(parts)[:num_rows]
-
-
-class TransposedMatrix(Matrix):
-    """A matrix that is kept as its transpose.
-
-    Args:
-        weight_ND: The matrix, ``(N, D)``; copied.
-    """
-
-    def __init__(self, weight_ND: Tensor) -> None:
-        self.dtype = weight_ND.dtype
-        self.num_outputs = weight_ND.shape[0]
-        self._weight_DN = weight_ND.t().contiguous()
+    def missing(self, num_rows: int) -> int:
+        return -num_rows % ROW_MULTIPLE
 
     @override
-    def multiply(self, x_RD: Tensor, *, deterministic: bool) -> Tensor:
-        num_rows = x_RD.shape[0]
-        rows_RD = _padded(x_RD, -num_rows % ROW_MULTIPLE) if deterministic else x_RD
-        return torch.mm(rows_RD, self._weight_DN)[:num_rows]
+    def multiply(self, x_RD: Tensor, out_RN: Tensor) -> None:
+        at = 0
+        for tile_nD in self._tiles:
+            part_Rn = out_RN[:, at : (at := at + tile_nD.shape[0])]
+            torch.mm(x_RD, tile_nD.to(self.dtype).t(), out=part_Rn)
 
 
 class BlockedMatrix(Matrix):
@@ -136,12 +121,13 @@ class BlockedMatrix(Matrix):
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous(), None)
 
     @override
-    def multiply(self, x_RD: Tensor, *, deterministic: bool) -> Tensor:
-        num_rows = x_RD.shape[0]
-        rows_RD = _padded(x_RD, -num_rows % ROW_MULTIPLE) if deterministic else x_RD
-        multiply = torch.ops.mkldnn._linear_pointwise.default
-        out_RN: Tensor = multiply(rows_RD, self._blocks, None, "none", [], "")
-        return out_RN[:num_rows]
+    def missing(self, num_rows: int) -> int:
+        return -num_rows % ROW_MULTIPLE
+
+    @override
+    def multiply(self, x_RD: Tensor, out_RN: Tensor) -> None:
+        linear = torch.ops.mkldnn._linear_pointwise.default
+        out_RN.copy_(linear(x_RD, self._blocks, None, "none", [], ""))
 
 
 class HalfMatrix(Matrix):
@@ -162,25 +148,18 @@ class HalfMatrix(Matrix):
         is_ordinary = largest == 0 or 2.0**-8 <= largest <= 2.0**15
         self._exponent = 0 if is_ordinary else 15 - math.frexp(largest)[1]
         scaled_ND = torch.ldexp(weight_ND.float(), torch.tensor(self._exponent))
-        # one way into FBGEMM takes 2 us a call and knows no threads, the other takes 20
-        if torch.get_num_threads() == 1 and _has_quick_halves():
-            quick = torch.fbgemm_linear_fp16_weight_fp32_activation
-            panels = torch.fbgemm_pack_gemm_matrix_fp16(scaled_ND)
-            self._product: Callable[[Tensor], Tensor] = lambda x_RD: quick(x_RD, panels, None)
-        else:
-            threaded = torch.ops.quantized.linear_dynamic_fp16.default
-            packed = torch.ops.quantized.linear_prepack_fp16(scaled_ND, None)
-            self._product = lambda x_RD: threaded(x_RD, packed)
+        self._multiply = _half_product(scaled_ND)
 
     @override
-    def multiply(self, x_RD: Tensor, *, deterministic: bool) -> Tensor:
+    def missing(self, num_rows: int) -> int:
         # FBGEMM takes rows by sixes; its kernels for one row and for two sum in another order
-        num_rows = x_RD.shape[0]
-        rows_RD = _padded(x_RD, (0, 2, 1, 0, 0, 0)[num_rows % 6]) if deterministic else x_RD
-        out_RN = self._product(rows_RD)
+        return (0, 2, 1, 0, 0, 0)[num_rows % 6]
+
+    @override
+    def multiply(self, x_RD: Tensor, out_RN: Tensor) -> None:
+        self._multiply(x_RD, out_RN)
         if self._exponent:
-            out_RN = torch.ldexp(out_RN, torch.tensor(-self._exponent))
-        return out_RN[:num_rows]
+            torch.ldexp(out_RN, torch.tensor(-self._exponent), out=out_RN)
 
 
 class Fp8Matrix(Matrix):
@@ -202,14 +181,27 @@ class Fp8Matrix(Matrix):
             self._tiles += zip(rows, torch.split(scale, num_blocks), strict=True)
 
     @override
-    def multiply(self, x_RD: Tensor, *, deterministic: bool) -> Tensor:
-        num_rows = x_RD.shape[0]
-        rows_RD = _padded(x_RD, -num_rows % ROW_MULTIPLE) if deterministic else x_RD
-        parts = [
-            F.linear(rows_RD, dequantize_blocks(tile_ND, scale, self._block))
-            for tile_ND, scale in self._tiles
-        ]
-        return _joined(parts)[:num_rows]
+    def missing(self, num_rows: int) -> int:
+        return -num_rows % ROW_MULTIPLE
+
+    @override
+    def multiply(self, x_RD: Tensor, out_RN: Tensor) -> None:
+        at = 0
+        for tile_nD, scale in self._tiles:
+            part_Rn = out_RN[:, at : (at := at + tile_nD.shape[0])]
+            torch.mm(x_RD, dequantize_blocks(tile_nD, scale, self._block).t(), out=part_Rn)
+
+
+def _half_product(weight_ND: Tensor) -> Callable[[Tensor, Tensor], object]:
+    """Return what multiplies rows with a matrix in FBGEMM's fp16 panels, into a given tensor."""
+    # one way into FBGEMM takes 2 us a call and knows no threads, the other takes 20
+    if torch.get_num_threads() == 1 and _has_quick_halves():
+        quick = torch.fbgemm_linear_fp16_weight_fp32_activation
+        panels = torch.fbgemm_pack_gemm_matrix_fp16(weight_ND)
+        return lambda x_RD, out_RN: quick(x_RD, panels, None, out_RN)
+    packed = torch.ops.quantized.linear_prepack_fp16(weight_ND, None)
+    threaded = torch.ops.quantized.linear_dynamic_fp16.default
+    return lambda x_RD, out_RN: out_RN.copy_(threaded(x_RD, packed))
 
 
 @cache
@@ -223,12 +215,13 @@ def multiplies_bf16() -> bool:
 
 @cache
 def _has_quick_halves() -> bool:
+    one = torch.ones(1, 1)
     # torch warns once in a process that these will go
     with warnings.catch_warnings(action="ignore"):
         try:
-            panels = torch.fbgemm_pack_gemm_matrix_fp16(torch.ones(1, 1))
-            torch.fbgemm_linear_fp16_weight_fp32_activation(torch.ones(1, 1), panels, None)
-        except (AttributeError, RuntimeError):
+            panels = torch.fbgemm_pack_gemm_matrix_fp16(one)
+            torch.fbgemm_linear_fp16_weight_fp32_activation(one, panels, None, torch.empty(1, 1))
+        except (AttributeError, RuntimeError, TypeError):
             return False
     return True
 
@@ -245,18 +238,11 @@ def _has_halves() -> bool:
 
 def _multiplies(kind: type[BlockedMatrix | HalfMatrix]) -> bool:
     """Return whether a small matrix of this kind can be made, and multiplies rightly."""
-    rows_RD = torch.arange(24.0).view(4, 6)
+    x_RD = torch.arange(24.0).view(4, 6)
     try:
         matrix = kind(torch.eye(5, 6, dtype=torch.bfloat16))
-        out_RN = matrix.multiply(rows_RD.to(matrix.dtype), deterministic=True)
+        out_RN = torch.empty((4, 5), dtype=matrix.dtype)
+        matrix.multiply(x_RD.to(matrix.dtype), out_RN)
     except (AttributeError, RuntimeError):
         return False
-    return torch.equal(out_RN.float(), rows_RD[:, :5])
-
-
-def _padded(x_RD: Tensor, missing: int) -> Tensor:
-    return F.pad(x_RD, (0, 0, 0, missing)) if missing else x_RD
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return torch.equal(out_RN.float(), x_RD[:, :5])
