@@ -18,6 +18,12 @@ CASES = (
         tests=("tests/ops", "tests/test_experts.py", "tests/test_client*.py"),
     ),
     Case(
+        name="cpu_experts",
+        summary="a CPU server's experts, against transformers' ways and the read bandwidth",
+        module="benchmarks.cpu_experts",
+        tests=("tests/ops", "tests/test_experts.py"),
+    ),
+    Case(
         name="failover",
         summary="right answers while servers, clients and the monitor are killed and stopped",
         module="benchmarks.failover",
