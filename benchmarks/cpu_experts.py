@@ -23,7 +23,7 @@ from torch_eaas.config import Storage
 from torch_eaas.experts import ExpertPool
 from torch_eaas.testing import random_experts
 
-CALLS = {1: 12, 4: 6, 16: 3, 64: 1, 256: 1}
+CALLS = {1: 10, 4: 4, 16: 2, 64: 1, 256: 1}
 """Tokens to calls of a round."""
 
 THEIRS = ("eager", "grouped_mm", "batched_mm")
@@ -34,7 +34,7 @@ LAYERS = 8
 """Layers of the case in which a server holds many groups, of which ``ACTIVE`` have a row."""
 
 ACTIVE = (1, 2, 4, 8)
-MANY_CALLS = 12
+MANY_CALLS = 8
 READ_NUMBERS = 1 << 26
 
 _Call = Callable[[int, Routed], Tensor]
