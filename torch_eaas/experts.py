@@ -187,7 +187,7 @@ class ExpertPool(nn.Module):
         num_tokens, top_k = groups_TK.shape
         order, active, counts = sorted_rows(groups_TK.numpy().reshape(-1))
         order_N, tokens_N = torch.from_numpy(order), torch.from_numpy(order // top_k)
-        weights_N1 = torch.from_numpy(weights_TK.numpy().reshape(-1, 1)[order])
+        weights_N1 = torch.from_numpy(weights_TK.detach().numpy().reshape(-1, 1)[order])
         num_out = num_tokens * top_k if per_expert else num_tokens
         out = torch.zeros((num_out, self.hidden_size))
         at = 0

@@ -137,3 +137,8 @@ def test_every_fp8_number_comes_back_as_torch_casts_it(block: tuple[int, int]) -
         torch.testing.assert_close(
             out, stored.float() * torch.tensor(factor), rtol=0, atol=0, equal_nan=True
         )
+
+
+def test_a_weight_that_is_not_fp8_is_scaled_too() -> None:
+    out = dequantize_blocks(torch.tensor([[3.0, 0.1]]), torch.tensor([[2.0]]), (1, 2))
+    assert torch.equal(out, torch.tensor([[6.0, 0.2]]))

@@ -85,6 +85,8 @@ def _parts_of_256(weight_NK: Tensor) -> Tensor:
     One byte ``s eeee mmm`` becomes the fp16 number ``s 0eeee mmm0000000``, which is 2^-8 of it,
     subnormals included; only NaN, all ones but for the sign, has another form.
     """
+    if weight_NK.dtype != torch.float8_e4m3fn:
+        return weight_NK.float() / 256
     bits_NK = weight_NK.contiguous().view(torch.int8)
     # a signed shift copies the sign into the bit below, where it is cleared
     halves_NK = bits_NK.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
