@@ -24,6 +24,12 @@ CASES = (
         tests=("tests/test_dbo*.py", "tests/test_turns.py", "tests/test_client*.py"),
     ),
     Case(
+        name="cpu_experts",
+        summary="a CPU server's experts, against transformers' ways and the read bandwidth",
+        module="benchmarks.cpu_experts",
+        tests=("tests/ops", "tests/test_experts.py"),
+    ),
+    Case(
         name="failover",
         summary="right answers while servers, clients and the monitor are killed and stopped",
         module="benchmarks.failover",

@@ -7,7 +7,7 @@ the same weights and the same routing for all.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -52,22 +52,22 @@ def measure(report: Report, options: Options) -> None:
 def _measure(
     report: Report, options: Options, number: Number, sizes: Sizes, client: Client
 ) -> None:
-    variants: dict[str, Callable[[Routed], Tensor]] = _local(number, sizes)
+    variants: dict[str, Callable[[Routed], Tensor]] = local(number, sizes, LOCAL)
     variants["remote"] = _remote(sizes, client)
     with torch.no_grad():
-        _check_equal(number, sizes, variants)
+        check_equal(number, sizes, variants)
         for num_tokens, usual in CALLS.items():
             calls = 1 if options.quick else usual
             times: dict[str, list[list[float]]] = {name: [] for name in variants}
             parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
             for round_number in range(-1, options.rounds):
-                inputs = [
-                    _inputs(number, sizes, num_tokens, round_number * calls + call)
+                routed = [
+                    inputs(number, sizes, num_tokens, round_number * calls + call)
                     for call in range(calls)
                 ]
                 before = client.counters()
                 for name, variant in variants.items():
-                    round_s = _round(variant, inputs)
+                    round_s = _round(variant, routed)
                     # round -1 warms up
                     if round_number >= 0:
                         times[name].append(round_s)
@@ -80,16 +80,17 @@ def _measure(
                 report.add_row(number, f"T{num_tokens}", name, **figures(times[name]), **more)
 
 
-def _round(variant: Callable[[Routed], Tensor], inputs: list[Routed]) -> list[float]:
+def _round(variant: Callable[[Routed], Tensor], calls: list[Routed]) -> list[float]:
     times = []
-    for routed in inputs:
+    for routed in calls:
         start = time.perf_counter()
         variant(routed)
         times.append(time.perf_counter() - start)
     return times
 
 
-def _inputs(number: Number, sizes: Sizes, num_tokens: int, seed: int) -> Routed:
+def inputs(number: Number, sizes: Sizes, num_tokens: int, seed: int) -> Routed:
+    """Return random tokens and their routing."""
     generator = torch.Generator().manual_seed(seed + (1 << 20))
     x_TD = torch.randn(num_tokens, sizes.hidden, generator=generator).to(DTYPES[number])
     return (x_TD, *routing(sizes, num_tokens, seed + (1 << 20)))
@@ -108,7 +109,9 @@ def _remote(sizes: Sizes, client: Client) -> Callable[[Routed], Tensor]:
     return call
 
 
-def _local(number: Number, sizes: Sizes) -> dict[str, Callable[[Routed], Tensor]]:
+def local(
+    number: Number, sizes: Sizes, names: Sequence[str]
+) -> dict[str, Callable[[Routed], Tensor]]:
     """Return transformers' own experts module with the served weights, once for each way."""
     from transformers import DeepseekV3Config  # optional, and slow to import
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
@@ -119,7 +122,7 @@ def _local(number: Number, sizes: Sizes) -> dict[str, Callable[[Routed], Tensor]
     gate_up = torch.stack([torch.cat([w.gate_ID, w.up_ID]) for w in ordered]).to(dtype)
     down = torch.stack([w.down_DI for w in ordered]).to(dtype)
     variants: dict[str, Callable[[Routed], Tensor]] = {}
-    for name in LOCAL:
+    for name in names:
         config = DeepseekV3Config(
             hidden_size=sizes.hidden,
             moe_intermediate_size=sizes.intermediate,
@@ -139,10 +142,11 @@ def _spread(experts: Callable[..., Tensor]) -> Callable[[Routed], Tensor]:
     return lambda routed: experts(*routed)
 
 
-def _check_equal(
+def check_equal(
     number: Number, sizes: Sizes, variants: dict[str, Callable[[Routed], Tensor]]
 ) -> None:
-    routed = _inputs(number, sizes, 3, -1)
+    """Fail unless all give what ``eager`` gives."""
+    routed = inputs(number, sizes, 3, -1)
     outputs = {name: variant(routed) for name, variant in variants.items()}
     for name, out in outputs.items():
         bound = TOLERANCE[number]

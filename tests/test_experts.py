@@ -162,6 +162,28 @@ def test_a_pool_gives_what_loops_over_tokens_and_experts_give(
 
 
 @STORAGES
+@pytest.mark.parametrize("per_expert", [False, True], ids=["partial", "exact"])
+def test_a_batch_that_is_run_in_pieces_gives_the_same(storage: Storage, per_expert: bool) -> None:
+    # wide enough for bf16 weights to be packed
+    hidden, inner = 512, 384
+    pool = ExpertPool(hidden, inner, storage=storage)
+    given = [ExpertWeights(*(m.bfloat16() for m in matrices(e, hidden, inner))) for e in range(E)]
+    if storage == "fp8":
+        given = [expert.quantized() for expert in given]
+    pool.update({(LAYER, e): given[e] for e in range(E)})
+    # 341 rows are one piece
+    made = torch.Generator().manual_seed(3)
+    x = torch.randn(150, hidden, generator=made).bfloat16()
+    ids = torch.randint(-1, E, (150, K), generator=made)
+    assert (ids >= 0).sum() > 341
+    weights = torch.rand(150, K, generator=made)
+    out = run(pool, x, ids, weights, per_expert=per_expert)[::15]
+    rows_TKD = oracle([e.dequantized() for e in given], x[::15], ids[::15], weights[::15])
+    expected = rows_TKD if per_expert else rows_TKD.sum(1)
+    torch.testing.assert_close(out.double(), expected, **TOLERANCE[storage])
+
+
+@STORAGES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_hidden_states_of_any_wire_dtype_are_understood(
     storage: Storage, dtype: torch.dtype
@@ -363,8 +385,9 @@ def test_parameters_are_taken_as_plain_weights() -> None:
     pool.add(LAYER, 0, ExpertWeights(gate, up, down))
     x, _, weights = batch(5)
     ids = torch.zeros(5, K, dtype=torch.int64)
-    out = run(pool, x, ids, weights)
+    out = run(pool, x, ids, weights.requires_grad_())
     assert not out.requires_grad
+    weights = weights.detach()
     expected = oracle([matrices(0)], x, ids, weights).sum(1)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 

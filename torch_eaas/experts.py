@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +18,17 @@ from torch import Tensor, nn
 from torch_eaas.config import Storage, check_at_least, check_choice
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.grouped_linear import grouped_linear
+from torch_eaas.ops.grouping import pieces, sorted_rows
+from torch_eaas.ops.matrix import Fp8Matrix, Matrix, keep_matrix
 from torch_eaas.ops.quantize import dequantize_blocks, quantize_blocks
-from torch_eaas.ops.reference import (
-    combine_ref,
-    group_shrink_ref,
-    pack_ref,
-    swiglu_ref,
-)
+from torch_eaas.ops.reference import swiglu_ref
 from torch_eaas.placement import holdings_from
 
 _NOTHING_HELD = np.full(1, -1, dtype=np.int64)
+
+_PIECE_NUMBERS = 1 << 18
+"""A large batch is run in pieces of about so many numbers a tensor: they stay in the cache, and
+malloc keeps their memory, where large tensors cost a page fault for each page."""
 
 STORAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
@@ -71,25 +73,24 @@ class ExpertWeights:
         return ExpertWeights(gate[0], up[0], down[0], (gate[1], up[1], down[1]), self.block)
 
 
-class _Expert:
-    """One expert as it is kept: gate and up fused, or FP8 with its scales."""
+class _Expert(NamedTuple):
+    """One expert as it is kept, gate and up stacked: ``(2 I, D)`` and ``(D, I)``."""
 
-    def __init__(self, weights: ExpertWeights, storage: Storage) -> None:
-        self._fp8 = weights.quantized() if storage == "fp8" else None
-        self._plain: tuple[Tensor, Tensor] | None = None
-        if self._fp8 is None:
-            dtype = STORAGE_DTYPES[storage]
-            gate_ID, up_ID, down_DI = weights.dequantized()
-            gate_up = torch.cat([gate_ID, up_ID]).to(dtype).contiguous()
-            self._plain = (gate_up, down_DI.to(dtype, copy=True).contiguous())
+    gate_up: Matrix
+    down: Matrix
 
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """Return gate and up stacked ``(2 I, D)``, and down ``(D, I)``, ready to multiply."""
-        if self._plain is not None:
-            return self._plain
-        assert self._fp8 is not None
-        gate_ID, up_ID, down_DI = self._fp8.dequantized()
-        return torch.cat([gate_ID, up_ID]), down_DI
+
+def _kept(weights: ExpertWeights, storage: Storage) -> _Expert:
+    """Return an expert as a pool keeps it: laid out anew, or the FP8 numbers that are given."""
+    if storage != "fp8":
+        gate_ID, up_ID, down_DI = weights.dequantized()
+        dtype = STORAGE_DTYPES[storage]
+        gate_up = torch.cat([gate_ID.to(dtype), up_ID.to(dtype)])
+        return _Expert(keep_matrix(gate_up), keep_matrix(down_DI.to(dtype, copy=True)))
+    fp8 = weights.quantized()
+    assert fp8.scales is not None
+    gate, up, down = zip((fp8.gate_ID, fp8.up_ID, fp8.down_DI), fp8.scales, strict=True)
+    return _Expert(Fp8Matrix([gate, up], fp8.block), Fp8Matrix([down], fp8.block))
 
 
 class ExpertPool(nn.Module):
@@ -122,7 +123,7 @@ class ExpertPool(nn.Module):
         self.intermediate_size = intermediate_size
         self.storage = storage
         self.deterministic = deterministic
-        self._fast_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        self._piece_rows = max(1, _PIECE_NUMBERS // max(hidden_size, 2 * intermediate_size))
         self._experts: dict[tuple[int, int], _Expert] = {}
         self.table = GroupTable({})
 
@@ -147,7 +148,7 @@ class ExpertPool(nn.Module):
             check_at_least("layer", layer, 0)
             check_at_least("expert", expert, 0)
             self._check(layer, expert, weights)
-            new[layer, expert] = _Expert(weights, self.storage)
+            new[layer, expert] = _kept(weights, self.storage)
         self._replace({**self._experts, **new})
 
     def remove(self, layer: int, expert: int) -> None:
@@ -183,32 +184,38 @@ class ExpertPool(nn.Module):
         per_expert: bool,
     ) -> Tensor:
         """Like ``forward``, with groups that were looked up in ``table``."""
-        order_R, counts_G = pack_ref(groups_TK.reshape(-1), table.num_groups)
-        active_G, num_active = group_shrink_ref(counts_G)
-        active = active_G[: int(num_active)].tolist()
-        counts = counts_G[active].tolist()
-        num_rows = sum(counts)
-        tokens_N = order_R[:num_rows] // groups_TK.shape[1]
-        dtype = self._compute_dtype(counts, per_expert)
-        rows_ND = x_TD.to(dtype).index_select(0, tokens_N)
-        matrices = [table.experts[group].matrices() for group in active]
-        # only then are rows compared bit by bit: a sum per token depends on its companions anyway
-        fixed = self.deterministic and per_expert
-        gate_up = grouped_linear(rows_ND, [m[0] for m in matrices], counts, deterministic=fixed)
-        down = grouped_linear(
-            swiglu_ref(gate_up), [m[1] for m in matrices], counts, deterministic=fixed
-        )
-        return combine_ref(
-            down.view(num_rows, self.hidden_size), order_R, weights_TK, per_expert=per_expert
-        )
+        num_tokens, top_k = groups_TK.shape
+        order, active, counts = sorted_rows(groups_TK.numpy().reshape(-1))
+        order_N, tokens_N = torch.from_numpy(order), torch.from_numpy(order // top_k)
+        weights_N1 = torch.from_numpy(weights_TK.detach().numpy().reshape(-1, 1)[order])
+        num_out = num_tokens * top_k if per_expert else num_tokens
+        out = torch.zeros((num_out, self.hidden_size))
+        at = 0
+        for first, last in pieces(counts, self._piece_rows):
+            rows = slice(at, at := at + sum(counts[first:last]))
+            rows_nD = self._run_groups(
+                [table.experts[group] for group in active[first:last]],
+                counts[first:last],
+                x_TD.index_select(0, tokens_N[rows]),
+                # only then are rows compared bit by bit: a sum depends on its companions anyway
+                deterministic=self.deterministic and per_expert,
+            )
+            weighted_nD = rows_nD.float().mul_(weights_N1[rows])
+            if per_expert:
+                out[order_N[rows]] = weighted_nD
+            else:
+                out.index_add_(0, tokens_N[rows], weighted_nD)
+        return out.view(num_tokens, top_k, self.hidden_size) if per_expert else out
 
-    def _compute_dtype(self, counts: Sequence[int], per_expert: bool) -> torch.dtype:
-        """Return the dtype to multiply in: bf16 only where this CPU is fast at it."""
-        if self.storage != "bf16":
-            return torch.float32
-        # one or two rows are bound by reading the weights, in any dtype
-        narrow = not per_expert and max(counts, default=0) <= 2
-        return torch.bfloat16 if self._fast_bf16 or narrow else torch.float32
+    @staticmethod
+    def _run_groups(
+        experts: Sequence[_Expert], counts: Sequence[int], x_nD: Tensor, *, deterministic: bool
+    ) -> Tensor:
+        gate_up, down = zip(*experts, strict=True)
+        x_nD = x_nD.to(gate_up[0].dtype)
+        hidden = grouped_linear(x_nD, gate_up, counts, deterministic=deterministic)
+        inner = swiglu_ref(hidden).to(down[0].dtype)
+        return grouped_linear(inner, down, counts, deterministic=deterministic)
 
     def _check(self, layer: int, expert: int, weights: ExpertWeights) -> None:
         wanted = (self.intermediate_size, self.hidden_size)
@@ -275,6 +282,6 @@ class GroupTable:
         table_E = self._layers.get(layer, _NOTHING_HELD)
         groups_TK = table_E[np.minimum(ids_TK, len(table_E) - 1)]
         unknown = groups_TK < 0
-        if unknown.any():
-            unknown &= ids_TK >= 0
-        return groups_TK, sorted(set(ids_TK[unknown].tolist()))
+        if not unknown.any():
+            return groups_TK, []
+        return groups_TK, sorted(set(ids_TK[unknown & (ids_TK >= 0)].tolist()))

@@ -71,6 +71,21 @@ def test_dbo_compares_micro_batches_that_overlap_with_the_same_in_a_row(tmp_path
     assert [check["name"] for check in written["checks"]] == ["speedup_equal_N2", "worst_vs_ideal"]
 
 
+def test_cpu_experts_compares_with_each_way_and_with_the_floor(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the other experts are transformers'")
+    written = quick("cpu_experts", tmp_path)
+    keys = {tuple(row["key"]) for row in written["rows"]}
+    ways = {"eager", "grouped_mm", "ours", "floor"}
+    for threads in ("1 thr", "2 thr"):
+        for tokens, more in (("T1", {"batched_mm"}), ("T4", {"batched_mm"}), ("T256", set())):
+            found = {way for *case, way in keys if case == [threads, "bf16", tokens]}
+            assert found == ways | more | {"ours_fp8"}
+        assert {(threads, "fp32", "T16", way) for way in ways} <= keys
+        assert {(threads, "many", "A8", way) for way in ways} <= keys
+    names = {check["name"] for check in written["checks"]}
+    assert names >= {"T1_vs_grouped_mm", "T16_vs_grouped_mm", "T4_vs_floor", "worst_vs_best"}
+
+
 def test_failover_answers_everything_while_processes_die(tmp_path: Path) -> None:
     written = quick("failover", tmp_path)
     values = {check["name"]: check["value"] for check in written["checks"]}

@@ -124,3 +124,21 @@ def test_a_weight_that_is_no_matrix_is_refused() -> None:
 def test_a_block_of_no_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"at least 1, got \(0, 128\)"):
         dequantize_blocks(torch.ones(4, 4), torch.ones(1, 1), (0, 128))
+
+
+@pytest.mark.parametrize("block", [(16, 16), (12, 16)], ids=["whole blocks", "partial blocks"])
+def test_every_fp8_number_comes_back_as_torch_casts_it(block: tuple[int, int]) -> None:
+    stored = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
+    grid = (math.ceil(16 / block[0]), math.ceil(16 / block[1]))
+    for factor in (1.0, 0.1, 2.0**-140):
+        out = dequantize_blocks(stored, torch.full(grid, factor), block)
+        assert out.isnan().sum() == 2
+        assert out[0, 0].item() == 0
+        torch.testing.assert_close(
+            out, stored.float() * torch.tensor(factor), rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_a_weight_that_is_not_fp8_is_scaled_too() -> None:
+    out = dequantize_blocks(torch.tensor([[3.0, 0.1]]), torch.tensor([[2.0]]), (1, 2))
+    assert torch.equal(out, torch.tensor([[6.0, 0.2]]))
