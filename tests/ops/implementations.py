@@ -1,0 +1,36 @@
+"""The ops of the device path run as kernels, in Triton's interpreter, or as their plain twins.
+
+On CPU tensors an op runs its twin. ``use_kernels`` puts the kernels in their place.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from torch_eaas.ops import gate, read_requests, signal, slot_scan, write_replies, write_requests
+
+MODULES: tuple[ModuleType, ...] = (
+    gate,
+    read_requests,
+    signal,
+    slot_scan,
+    write_replies,
+    write_requests,
+)
+
+
+def use_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Let every op of the device path run its kernel."""
+    for module in MODULES:
+        patch.setattr(module, "_op", module.launch)
+
+
+@pytest.fixture(params=["kernels", "twins"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test once with the kernels and once with the twins."""
+    name: str = request.param
+    if name == "kernels":
+        use_kernels(monkeypatch)
+    return name
