@@ -30,7 +30,7 @@ FIRST_BUDGET_US, BUDGET_US = 60_000_000, 1_000_000
 
 
 class DeviceExchange(Exchange):
-    """The same scripts; the drivers only shake hands, and the ops of the device path do the rest."""
+    """The same scripts: the drivers shake hands, and the device path's ops do all the rest."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -16,8 +16,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from torch_eaas.errors import ConfigError
 from torch_eaas.ops.launching import check_tensor
-from torch_eaas.protocol.layout import PairSpec
+from torch_eaas.protocol.layout import ALIGN, PairSpec
 
 
 class Column(IntEnum):
@@ -55,9 +56,18 @@ def pair_row(
         instance: The client's instance id.
         epoch: The number of the windows.
 
+    Raises:
+        ConfigError: An address is no multiple of 128, so a kernel's wide stores would fault.
+
     Example:
         The instance ``2**64 - 1`` stands there as ``-1``: 64 bits are 64 bits.
     """
+    for name, address in (("requests", requests), ("replies", replies)):
+        if address < 1 or address % ALIGN:
+            raise ConfigError(
+                f"{name} must be an address that is a multiple of {ALIGN}, got {address:#x}; "
+                f"make each window an allocation of its own"
+            )
     row = {
         Column.REQUESTS: requests,
         Column.REPLIES: replies,

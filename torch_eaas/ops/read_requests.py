@@ -84,7 +84,7 @@ def read_requests(
         ``held=[[5, -1]]``: layer 0's ids ``[[0, -1]]`` are groups ``[[5, -1]]``; its ids
         ``[[0, 1]]`` have the status 1, UNKNOWN_EXPERT.
     """
-    check_tensor("ready_R", ready_R, (torch.int64,), 1)
+    check_tensor("ready_R", ready_R, (torch.int32,), 1)
     check_tensor("held_LE", held_LE, (torch.int32,), 2)
     check_at_least("max_tokens", max_tokens, 1)
     check_at_least("top_k", top_k, 1)
@@ -136,9 +136,9 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     requests = len(ready_R)
     return (
-        ready_R.new_empty((requests, len(REQUEST_FIELDS))),
-        ready_R.new_empty(requests, dtype=torch.int32),
-        ready_R.new_empty((requests, max_tokens, top_k), dtype=torch.int32),
+        pairs_PC.new_empty((requests, len(REQUEST_FIELDS))),
+        ready_R.new_empty(requests),
+        ready_R.new_empty((requests, max_tokens, top_k)),
         ready_R.new_empty((requests, max_tokens, top_k), dtype=torch.float32),
     )
 
@@ -172,8 +172,8 @@ def _read_kernel(
     slot_at = tl.full((), 0, tl.int64)
     weights_at = tl.full((), 0, tl.int64)
     if entry >= 0:
-        pair = entry // num_slots
-        slot = entry % num_slots
+        pair = (entry // num_slots).to(tl.int64)
+        slot = (entry % num_slots).to(tl.int64)
         # acquired: the header is loaded after it
         word = load_word(word_at(pairs_PC, pair, slot, REQUESTS))
         since_PS = book_3PS + num_pairs * num_slots + entry

@@ -62,7 +62,7 @@ def scan_slots_ref(
     turn += 1
     in_turn = [entry for k in range(num_slots) for entries in ready for entry in entries[k : k + 1]]
     listed = in_turn[:max_requests]
-    ready_R = torch.tensor(listed + [-1] * (max_requests - len(listed)))
+    ready_R = torch.tensor(listed + [-1] * (max_requests - len(listed)), dtype=torch.int32)
     return ready_R, torch.tensor([len(listed)], dtype=torch.int32)
 
 

@@ -34,7 +34,7 @@ def scan_slots(tables: ServerTables, now: Tensor, max_requests: int) -> tuple[Te
         max_requests: R, the longest list.
 
     Returns:
-        The slots, ``(R,)`` int64, each as ``pair * S + slot``, filled up with -1, and their number,
+        The slots, ``(R,)`` int32, each as ``pair * S + slot``, filled up with -1, and their number,
         ``(1,)`` int32.
 
     Raises:
@@ -97,7 +97,10 @@ def _fake(
     now: Tensor,
     max_requests: int,
 ) -> tuple[Tensor, Tensor]:
-    return pairs_PC.new_empty(max_requests), pairs_PC.new_empty(1, dtype=torch.int32)
+    return (
+        pairs_PC.new_empty(max_requests, dtype=torch.int32),
+        pairs_PC.new_empty(1, dtype=torch.int32),
+    )
 
 
 @triton.jit
@@ -150,13 +153,13 @@ def _scan_kernel(
     for k in range(num_slots):
         has_one = (count > k).to(tl.int32)
         chosen = (is_ready > 0) & (rank == k)
-        entry = pair * num_slots + tl.sum(tl.where(chosen, slot, 0), axis=1)
+        entry = (pair * num_slots + tl.sum(tl.where(chosen, slot, 0), axis=1)).to(tl.int32)
         place = listed + tl.cumsum(has_one, axis=0) - has_one
         tl.store(ready_R + place, entry, mask=(has_one > 0) & (place < max_requests))
         listed += tl.sum(has_one, axis=0)
     place = tl.arange(0, LONGEST)
     rest = (place >= listed) & (place < max_requests)
-    tl.store(ready_R + place, tl.full((LONGEST,), -1, tl.int64), mask=rest)
+    tl.store(ready_R + place, tl.full((LONGEST,), -1, tl.int32), mask=rest)
     tl.store(num_ready, tl.minimum(listed, max_requests))
     # whoever needs the turn has read it
     tl.debug_barrier()

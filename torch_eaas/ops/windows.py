@@ -5,6 +5,8 @@ Addresses come from the table of pairs, offsets from the protocol's field table.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -66,6 +68,11 @@ def units_of(rows: Tensor) -> Tensor:
     return rows.view(_UNITS[2 if is_odd else 4])
 
 
+def alignment_of(rows_NU: Tensor) -> int:
+    """Return what the address of every row in a slot is a multiple of, at most 16 bytes."""
+    return math.gcd(rows_NU.shape[1] * rows_NU.element_size(), 16)
+
+
 @triton.jit
 def of_pair(pairs_PC: tl.tensor, pair: tl.tensor, COLUMN: tl.constexpr) -> tl.tensor:
     """Return one column of a pair's row; ``pair`` may be a block of pairs."""
@@ -120,9 +127,14 @@ def store_4(address: tl.tensor, number: tl.tensor) -> None:
 
 
 @triton.jit
-def copy_units(source: tl.tensor, to: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Copy ``count`` units from a pointer to an address, bit by bit, with plain stores."""
-    target = to.to(source.dtype)
+def copy_units(
+    source: tl.tensor, to: tl.tensor, count: tl.tensor, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Copy ``count`` units from a pointer to an address, bit by bit, with plain stores.
+
+    ALIGNED is what the address is a multiple of: with 16 bytes a thread stores 16 at a time.
+    """
+    target = tl.multiple_of(to.to(source.dtype), ALIGNED)
     for start in range(0, count, BLOCK):
         unit = start + tl.arange(0, BLOCK)
         tl.store(

@@ -29,6 +29,7 @@ from torch_eaas.ops.windows import (
     REPLY_SIZE,
     REPLY_STATUS,
     REPLY_VERSION,
+    alignment_of,
     arrive,
     copy_units,
     of_pair,
@@ -41,7 +42,7 @@ from torch_eaas.ops.windows import (
 from torch_eaas.ops.words import response_word, sequence_of, store_word
 from torch_eaas.protocol.layout import ALIGN, Status
 
-_BLOCK = 1024
+_BLOCK = 2048
 _OK = tl.constexpr(int(Status.OK))
 _TEXT_BYTES = tl.constexpr(ALIGN)
 _LONGEST_TIME = tl.constexpr((1 << 32) - 1)
@@ -63,7 +64,7 @@ class Answers:
     """What a batch is answered with."""
 
     ready_R: Tensor
-    """The slots, as ``scan_slots`` listed them, int64."""
+    """The slots, as ``scan_slots`` listed them, int32."""
     statuses_R: Tensor
     """A ``Status`` for each, int32; -1 for no request."""
     counts_R: Tensor
@@ -74,7 +75,7 @@ class Answers:
     """The rows of all requests, in the pairs' reply dtype."""
 
     def __post_init__(self) -> None:
-        check_tensor("ready_R", self.ready_R, (torch.int64,), 1)
+        check_tensor("ready_R", self.ready_R, (torch.int32,), 1)
         check_tensor("statuses_R", self.statuses_R, (torch.int32,), 1)
         check_tensor("counts_R", self.counts_R, (torch.int64,), 1)
         check_tensor("first_R", self.first_R, (torch.int64,), 1)
@@ -176,8 +177,45 @@ def launch(
             ROWS_A_TOKEN=rows_per_token,
             UNITS=rows_NU.shape[1],
             UNIT_BYTES=rows_NU.element_size(),
+            ALIGNED=alignment_of(rows_NU),
             BLOCK=_BLOCK,
+            num_warps=8,
         )
+
+
+@triton.jit
+def _write_head(
+    pairs_PC: tl.tensor,
+    pair: tl.tensor,
+    slot_at: tl.tensor,
+    word: tl.tensor,
+    status: tl.tensor,
+    size: tl.tensor,
+    texts_XB: tl.tensor,
+    since_us: tl.tensor,
+    started_us: tl.tensor,
+    ended_us: tl.tensor,
+    version: tl.tensor,
+) -> None:
+    """Write one reply's header, and the text of an error."""
+    queue_us = tl.maximum(started_us - since_us, 0)
+    experts_us = ended_us - started_us
+    if status != _OK:
+        byte = tl.arange(0, _TEXT_BYTES)
+        text = tl.load(texts_XB + status * _TEXT_BYTES + byte)
+        size = tl.sum((text != 0).to(tl.int64), axis=0)
+        to = (slot_at + BEHIND_HEADER).to(tl.pointer_type(tl.uint8))
+        tl.store(to + byte, text, mask=byte < size)
+        queue_us = tl.zeros_like(queue_us)
+        experts_us = tl.zeros_like(experts_us)
+    store_8(slot_at + REPLY_INSTANCE, of_pair(pairs_PC, pair, INSTANCE))
+    store_8(slot_at + REPLY_EPOCH, of_pair(pairs_PC, pair, EPOCH))
+    store_8(slot_at + REPLY_SEQUENCE, sequence_of(word))
+    store_8(slot_at + REPLY_VERSION, version)
+    store_4(slot_at + REPLY_STATUS, status)
+    store_4(slot_at + REPLY_SIZE, size)
+    store_4(slot_at + REPLY_QUEUE, tl.minimum(queue_us, _LONGEST_TIME))
+    store_4(slot_at + REPLY_EXPERTS, tl.minimum(experts_us, _LONGEST_TIME))
 
 
 @triton.jit
@@ -199,6 +237,7 @@ def _write_kernel(
     ROWS_A_TOKEN: tl.constexpr,
     UNITS: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Copy every ``blocks``-th row of one answer; the last block to arrive sets the word."""
@@ -207,39 +246,31 @@ def _write_kernel(
     status = tl.load(statuses_R + request)
     if status >= _OK:
         entry = tl.load(ready_R + request)
-        pair = entry // num_slots
-        slot = entry % num_slots
+        pair = (entry // num_slots).to(tl.int64)
+        slot = (entry % num_slots).to(tl.int64)
         since_PS = book_3PS + num_pairs * num_slots + entry
         word = tl.load(since_PS + num_pairs * num_slots)
         slot_at = reply_slot_at(pairs_PC, pair, slot)
-        rows_at = slot_at + BEHIND_HEADER
         if status == _OK:
             num_rows = tl.load(counts_R + request) * ROWS_A_TOKEN
             first = tl.load(first_R + request)
             for row in range(block, num_rows, tl.num_programs(1)):
-                to = rows_at + row * (UNITS * UNIT_BYTES)
-                copy_units(rows_NU + (first + row) * UNITS, to, UNITS, BLOCK)
+                to = slot_at + BEHIND_HEADER + row * (UNITS * UNIT_BYTES)
+                copy_units(rows_NU + (first + row) * UNITS, to, UNITS, ALIGNED, BLOCK)
         if block == 0:
-            started_us = tl.load(started)
-            experts_us = tl.load(now) - started_us
-            queue_us = tl.maximum(started_us - tl.load(since_PS), 0)
-            size = tl.load(counts_R + request)
-            if status != _OK:
-                byte = tl.arange(0, _TEXT_BYTES)
-                text = tl.load(texts_XB + status * _TEXT_BYTES + byte)
-                size = tl.sum((text != 0).to(tl.int64), axis=0)
-                target = rows_at.to(tl.pointer_type(tl.uint8))
-                tl.store(target + byte, text, mask=byte < size)
-                queue_us = tl.zeros_like(queue_us)
-                experts_us = tl.zeros_like(experts_us)
-            store_8(slot_at + REPLY_INSTANCE, of_pair(pairs_PC, pair, INSTANCE))
-            store_8(slot_at + REPLY_EPOCH, of_pair(pairs_PC, pair, EPOCH))
-            store_8(slot_at + REPLY_SEQUENCE, sequence_of(word))
-            store_8(slot_at + REPLY_VERSION, tl.load(version))
-            store_4(slot_at + REPLY_STATUS, status)
-            store_4(slot_at + REPLY_SIZE, size)
-            store_4(slot_at + REPLY_QUEUE, tl.minimum(queue_us, _LONGEST_TIME))
-            store_4(slot_at + REPLY_EXPERTS, tl.minimum(experts_us, _LONGEST_TIME))
+            _write_head(
+                pairs_PC,
+                pair,
+                slot_at,
+                word,
+                tl.load(statuses_R + request),
+                tl.load(counts_R + request),
+                texts_XB,
+                tl.load(since_PS),
+                tl.load(started),
+                tl.load(now),
+                tl.load(version),
+            )
         if arrive(arrivals_R + request):
             store_word(word_at(pairs_PC, pair, slot, REPLIES), response_word(word))
 

@@ -33,6 +33,7 @@ from torch_eaas.ops.windows import (
     REQUEST_VERSION,
     REQUESTS,
     WEIGHTS_OFFSET,
+    alignment_of,
     arrive,
     copy_units,
     of_pair,
@@ -44,7 +45,7 @@ from torch_eaas.ops.windows import (
 )
 from torch_eaas.ops.words import REQUEST, next_word, sequence_of, store_word
 
-_BLOCK = 1024
+_BLOCK = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,9 @@ def launch(
             TOP_K=top_k,
             UNITS=x_NU.shape[1],
             UNIT_BYTES=x_NU.element_size(),
+            ALIGNED=alignment_of(x_NU),
             BLOCK=_BLOCK,
+            num_warps=8,
         )
 
 
@@ -180,6 +183,7 @@ def _write_kernel(
     TOP_K: tl.constexpr,
     UNITS: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Copy each ``blocks``-th row of one pair's payload; the last block to arrive sets the word."""
@@ -195,12 +199,12 @@ def _write_kernel(
         for i in range(block, num_tokens, tl.num_programs(1)):
             token = tl.load(tokens_PT + pair * max_tokens + i).to(tl.int64)
             to = hidden_at + i * (UNITS * UNIT_BYTES)
-            copy_units(x_NU + token * UNITS, to, UNITS, BLOCK)
+            copy_units(x_NU + token * UNITS, to, UNITS, ALIGNED, BLOCK)
         if block == 0:
             first = pair * max_tokens * TOP_K
             weights_at = slot_at + of_pair(pairs_PC, pair, WEIGHTS_OFFSET)
-            copy_units(ids_PTK + first, slot_at + BEHIND_HEADER, num_tokens * TOP_K, BLOCK)
-            copy_units(weights_PTK + first, weights_at, num_tokens * TOP_K, BLOCK)
+            copy_units(ids_PTK + first, slot_at + BEHIND_HEADER, num_tokens * TOP_K, 16, BLOCK)
+            copy_units(weights_PTK + first, weights_at, num_tokens * TOP_K, 16, BLOCK)
             store_8(slot_at + REQUEST_INSTANCE, of_pair(pairs_PC, pair, INSTANCE))
             store_8(slot_at + REQUEST_EPOCH, of_pair(pairs_PC, pair, EPOCH))
             store_8(slot_at + REQUEST_SEQUENCE, sequence_of(word))
