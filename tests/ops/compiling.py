@@ -70,7 +70,7 @@ def compiled(module: str) -> tuple[Compiled, ...]:
             env=env,
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=500,
         )
         assert done.returncode == 0, done.stderr
         return tuple(Compiled(**fields) for fields in json.loads(out.read_text()))

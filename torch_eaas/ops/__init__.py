@@ -9,7 +9,12 @@ This package and ``comm`` are strangers: neither imports the other.
 from importlib import import_module
 
 _HOMES = {
+    "combine": "combining",
     "group_shrink": "shrinking",
+    "pack": "packing",
+    "quantize_rows": "row_quantizer",
+    "swiglu": "activation",
+    "swiglu_quantize": "activation",
 }
 
 __all__ = sorted(_HOMES)

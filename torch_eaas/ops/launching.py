@@ -2,6 +2,8 @@
 
 A grid is fixed by what the host knows (shapes and the device), never by a count on the device, so
 that a CUDA graph replays it: a few blocks for each multiprocessor walk over whatever there is.
+Sizes that change while a server runs (rows, slots, groups) are marked ``do_not_specialize`` in the
+kernels: Triton would compile anew, in the middle of a request, when one becomes 1 or odd.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import torch
 from torch import Tensor
 
 from torch_eaas.errors import ConfigError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of hidden states."""
 
 _LIBRARY = torch.library.Library("torch_eaas", "FRAGMENT")
 
@@ -57,6 +62,22 @@ def check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], ndi
         raise ConfigError(
             f"{name} must be contiguous, got strides {tensor.stride()} for shape "
             f"{tuple(tensor.shape)}; call .contiguous() first"
+        )
+
+
+def check_slots(num_tokens_S: Tensor | None, num_rows: int) -> None:
+    """Refuse counts of tokens that do not divide rows into equal slots.
+
+    Raises:
+        ConfigError: Another dtype, shape or layout, or no whole number of rows per slot.
+    """
+    if num_tokens_S is None:
+        return
+    check_tensor("num_tokens_S", num_tokens_S, (torch.int32,), 1)
+    if num_tokens_S.shape[0] == 0 or num_rows % num_tokens_S.shape[0]:
+        raise ConfigError(
+            f"num_tokens_S names {num_tokens_S.shape[0]} slots, which must be at least 1 and "
+            f"divide the {num_rows} rows"
         )
 
 

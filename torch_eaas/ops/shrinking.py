@@ -90,7 +90,7 @@ def _load_block(
     return groups, (rows > 0).to(tl.int32), tiles, rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups", "blocks"])
 def _sum_kernel(
     counts_G: tl.tensor,
     sums_3B: tl.tensor,
@@ -107,7 +107,7 @@ def _sum_kernel(
     tl.store(sum_B + 2 * blocks, tl.sum(rows, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _shrink_kernel(
     counts_G: tl.tensor,
     sums_3B: tl.tensor,

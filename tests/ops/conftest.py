@@ -1,0 +1,15 @@
+"""What the tests of ops share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_numpy_warnings() -> Iterator[None]:
+    """Let Triton's interpreter, which computes in numpy, meet NaN and Inf as silently as a GPU."""
+    with np.errstate(all="ignore"):
+        yield

@@ -1,0 +1,74 @@
+"""The ops as torch sees them: opcheck, torch.compile, the public function against the twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_eaas import ops
+from torch_eaas.ops import reference
+
+
+def ints(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+PACKED = (ints([[[1, 0], [0, -1]], [[1, 1], [0, 0]]]), ints([0, 1]), ints([2, 1]))
+PLACES = ints([[2, 0], [1, -1]])
+
+# name, what the op is called with, and the twin
+CASES: list[tuple[str, tuple[Any, ...], Callable[..., Any]]] = [
+    ("group_shrink", (ints([0, 3, 0, 5]), 4), reference.shrink_groups_ref),
+    ("pack", (*PACKED, ints([[0, 1], [2, -1]]), 3), reference.pack_slots_ref),
+    ("quantize_rows", (random(3, 130), 128, None), reference.quantize_rows_ref),
+    ("quantize_rows", (random(4, 130), 128, ints([2, 2])), reference.quantize_rows_ref),
+    ("swiglu", (random(3, 10).bfloat16(), None), reference.swiglu_rows_ref),
+    ("swiglu", (random(3, 10), ints([1, 1, 3])), reference.swiglu_rows_ref),
+    ("swiglu_quantize", (random(3, 260), None), reference.swiglu_quantize_ref),
+    ("combine", (random(3, 5), PLACES, random(2, 2), False, None), reference.combine_rows_ref),
+    ("combine", (random(3, 5), PLACES, random(2, 2), True, ints([1, 1])),
+     reference.combine_rows_ref),
+]  # fmt: skip
+EACH = pytest.mark.parametrize(
+    ("name", "given", "twin"), CASES, ids=[f"{name}-{i}" for i, (name, _, _) in enumerate(CASES)]
+)
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "quantize_rows": lambda x, block, counts: ops.quantize_rows(x, block, num_tokens_S=counts),
+    "combine": lambda rows, places, weights, per_expert, counts: ops.combine(
+        rows, places, weights, per_expert=per_expert, num_tokens_S=counts
+    ),
+}
+"""How the public function is called, where its arguments are not the op's."""
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    pairs = [(got, expected)] if isinstance(got, Tensor) else zip(got, expected, strict=True)
+    for ours, theirs in pairs:
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.float(), theirs.float())
+
+
+@EACH
+def test_the_op_keeps_torchs_rules(
+    name: str, given: tuple[Any, ...], twin: Callable[..., Any]
+) -> None:
+    torch.library.opcheck(getattr(torch.ops.torch_eaas, name).default, given)
+
+
+@EACH
+def test_on_a_cpu_the_public_function_is_the_twin_compiled_or_not(
+    name: str, given: tuple[Any, ...], twin: Callable[..., Any]
+) -> None:
+    public = CALLS.get(name, getattr(ops, name))
+    expected = twin(*given)
+    assert_equal(public(*given), expected)
+    assert_equal(torch.compile(public, fullgraph=True, backend="aot_eager")(*given), expected)
