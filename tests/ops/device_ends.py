@@ -20,7 +20,7 @@ from torch_eaas.ops.signal import wait_free, wait_replies
 from torch_eaas.ops.slot_scan import scan_slots
 from torch_eaas.ops.write_replies import Answers, refusal_texts, write_replies
 from torch_eaas.ops.write_requests import Shares, write_requests
-from torch_eaas.protocol.layout import HEADER_BYTES, PairSpec, Status
+from torch_eaas.protocol.layout import HEADER_BYTES, PairSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PAIRS = 3
@@ -171,9 +171,9 @@ class DeviceServer:
     def hold(self, scales: Mapping[tuple[int, int], float]) -> None:
         """Hold these experts from now on."""
         layers = 1 + max(layer for layer, _ in scales)
-        self._held_LE = torch.full((layers, self._num_experts), -1, dtype=torch.int32)
+        self._groups_LE = torch.full((layers, self._num_experts), -1, dtype=torch.int32)
         for group, key in enumerate(scales):
-            self._held_LE[key] = group
+            self._groups_LE[key] = group
         # one scale more, 0: it serves group -1
         self._scales = torch.tensor([*scales.values(), 0.0])
 
@@ -193,33 +193,31 @@ class DeviceServer:
         spec = self.spec
         started = torch.tensor([clock()])
         ready_R, num_ready = scan_slots(self.tables, started, R)
-        requests_RF, statuses_R, groups_RTK, weights_RTK = read_requests(
+        requests = read_requests(
             self.tables,
             ready_R,
             started,
             self._zero.int(),
-            self._held_LE,
+            self._groups_LE,
             max_tokens=spec.max_tokens,
             top_k=spec.top_k,
         )
-        counts_R = requests_RF[:, 6].contiguous()
-        rows = [torch.zeros(0, spec.hidden_size)]
-        first = []
-        for r, status in enumerate(statuses_R.tolist()):
-            first.append(sum(map(len, rows)))
-            if status == Status.OK:
-                count = int(counts_R[r])
-                scales_TK = self._scales[groups_RTK[r, :count].long()] * weights_RTK[r, :count]
+        rows_RTD = torch.zeros(R, *spec.rows_shape, dtype=DTYPES[spec.reply_dtype])
+        for r, count in enumerate(requests.num_tokens_R.tolist()):
+            if count:
+                ids_TK = requests.ids_RTK[r, :count].long()
+                groups_TK = self._groups_LE[int(requests.layers_R[r]), ids_TK]
+                groups_TK = torch.where(ids_TK < 0, -1, groups_TK)
+                scales_TK = self._scales[groups_TK.long()] * requests.weights_RTK[r, :count]
                 x_TD = self._hidden(int(ready_R[r]), count)
                 rows_TKD = scales_TK.unsqueeze(-1) * x_TD.unsqueeze(1)
-                each = rows_TKD if spec.combine == "exact" else rows_TKD.sum(1)
-                rows.append(each.reshape(-1, spec.hidden_size))
-        if len(rows) > 1:
+                rows_RTD[r, :count] = rows_TKD if spec.combine == "exact" else rows_TKD.sum(1)
+        if requests.num_tokens_R.any():
             work()
-        rows_ND = torch.cat(rows).to(DTYPES[spec.reply_dtype])
+        rows_ND = rows_RTD.view(-1, spec.hidden_size)
         write_replies(
             self.tables,
-            Answers(ready_R, statuses_R, counts_R, torch.tensor(first), rows_ND),
+            Answers(ready_R, requests.statuses_R, requests.num_tokens_R, rows_ND),
             self._texts_XB,
             self._arrivals_R,
             started=started,
@@ -229,7 +227,7 @@ class DeviceServer:
             blocks=BLOCKS,
         )
         assert self._arrivals_R.tolist() == [0] * R
-        answered: list[int] = statuses_R[: int(num_ready)].tolist()
+        answered: list[int] = requests.statuses_R[: int(num_ready)].tolist()
         return answered
 
     def _hidden(self, entry: int, count: int) -> Tensor:

@@ -44,9 +44,9 @@ def launch_scan() -> object:
 
 def launch_read() -> object:
     t = ServerTables.empty(P, S)
-    draining, held_LE = zeros(1, dtype=torch.int32), zeros(61, 256, dtype=torch.int32)
+    draining, groups_LE = zeros(1, dtype=torch.int32), zeros(61, 256, dtype=torch.int32)
     return read_requests.launch(
-        t.pairs_PC, t.book_3PS, zeros(R, dtype=torch.int32), zeros(1), draining, held_LE, T, K
+        t.pairs_PC, t.book_3PS, zeros(R, dtype=torch.int32), zeros(1), draining, groups_LE, T, K
     )
 
 
@@ -68,7 +68,7 @@ def launch_write_replies(dtype: torch.dtype, rows_per_token: int) -> object:
     t = ServerTables.empty(P, S)
     rows_ND, statuses_R = zeros(R * T, D, dtype=dtype), zeros(R, dtype=torch.int32)
     ready_R = zeros(R, dtype=torch.int32)
-    answers = (ready_R, statuses_R, zeros(R), zeros(R), rows_ND)
+    answers = (ready_R, statuses_R, zeros(R, dtype=torch.int32), rows_ND)
     times = (zeros(1), zeros(1), zeros(1))
     arrivals_R = zeros(R, dtype=torch.int32)
     return write_replies.launch(

@@ -11,8 +11,8 @@ import torch
 from tests.ops.implementations import implementation
 from tests.ops.windowed import SPEC, Pair, numbers, server_of
 from torch_eaas.errors import ConfigError
-from torch_eaas.ops.pair_table import signed
-from torch_eaas.ops.read_requests import read_requests
+from torch_eaas.ops.pair_table import ServerTables, signed
+from torch_eaas.ops.read_requests import Requests, read_requests
 from torch_eaas.protocol.layout import Status
 
 __all__ = ["implementation"]
@@ -21,48 +21,50 @@ pytestmark = pytest.mark.usefixtures("implementation", "poisoned_empty")
 
 T, K = SPEC.max_tokens, SPEC.top_k
 # layer 0 holds nothing, layer 1 experts 0 and 2
-HELD = torch.tensor([[-1, -1, -1], [4, -1, 5]], dtype=torch.int32)
+GROUPS = torch.tensor([[-1, -1, -1], [4, -1, 5]], dtype=torch.int32)
 NOW = 5000
 
 
 def read(
-    pair: Pair, entries: list[int], *, since: int = NOW, draining: int = 0, held: Any = HELD
-) -> tuple[Any, ...]:
+    pair: Pair, entries: list[int], *, since: int = NOW, draining: int = 0, groups: Any = GROUPS
+) -> tuple[ServerTables, Requests]:
     tables = server_of([None, pair])
     tables.book_3PS[1, 1] = since
-    outputs = read_requests(
+    requests = read_requests(
         tables,
         numbers(*entries, dtype=torch.int32),
         numbers(NOW),
         numbers(draining, dtype=torch.int32),
-        held,
+        groups,
         max_tokens=T,
         top_k=K,
     )
-    return (tables, *outputs)
+    return tables, requests
 
 
 def status_of(pair: Pair, **options: Any) -> Status:
-    *_, statuses_R, groups_RTK, _ = read(pair, [4], **options)
-    if statuses_R[0] != Status.OK:
-        assert groups_RTK[0].tolist() == [[-1] * K] * T
-    return Status(int(statuses_R[0]))
+    _, requests = read(pair, [4], **options)
+    status = Status(int(requests.statuses_R[0]))
+    assert requests.num_tokens_R.tolist() == [1 if status is Status.OK else 0]
+    return status
 
 
-def test_a_good_request_gives_header_groups_and_weights_and_is_taken() -> None:
+def test_a_good_request_gives_header_ids_and_weights_and_is_taken() -> None:
     pair = Pair(instance=2**64 - 2, epoch=3)
     pair.request(2, 0x901, layer=1, num_tokens=2, placement_version=6, budget_us=77)
     pair.ids(2, [[2, -1], [0, 2]])
     at = pair.spec.request_slot(2) + pair.spec.weights_offset
     pair.requests[at : at + 16] = struct.pack("<4f", 0.5, 0.25, 1.0, 2.0)
-    tables, requests_RF, statuses_R, groups_RTK, weights_RTK = read(pair, [4 + 2, -1])
-    assert statuses_R.tolist() == [Status.OK, -1]
+    tables, requests = read(pair, [4 + 2, -1])
+    assert requests.statuses_R.tolist() == [Status.OK, -1]
     header = [signed(2**64 - 2), 3, 9, 6, 77, 1, 2, 0]
-    assert requests_RF.tolist() == [header, [0] * 8]
+    assert requests.headers_RF.tolist() == [header, [0] * 8]
+    assert requests.layers_R.tolist() == [1, 0]
+    assert requests.num_tokens_R.tolist() == [2, 0]
     nothing = [-1, -1]
-    assert groups_RTK.tolist() == [[[5, -1], [4, 5], nothing], [nothing] * T]
+    assert requests.ids_RTK.tolist() == [[[2, -1], [0, 2], nothing], [nothing] * T]
     # the last row is none, so what the window holds there was not looked at
-    assert weights_RTK.tolist()[0] == [[0.5, 0.25], [1.0, 2.0], [0.0, 0.0]]
+    assert requests.weights_RTK.tolist()[0] == [[0.5, 0.25], [1.0, 2.0], [0.0, 0.0]]
     assert tables.book_3PS[2].tolist() == [[0] * 4, [0, 0, 0x901, 0]]
 
 
@@ -151,23 +153,23 @@ def test_more_rows_than_a_block_has_are_all_read() -> None:
     ids = [[(t + k) % 256 for k in range(8)] for t in range(200)]
     pair.ids(0, ids)
     tables = server_of([pair])
-    held = torch.arange(1000, 1256, dtype=torch.int32).view(1, 256)
+    groups = torch.arange(256, dtype=torch.int32).view(1, 256)
     word, draining = numbers(0), numbers(0, dtype=torch.int32)
     entry = numbers(0, dtype=torch.int32)
-    outputs = read_requests(tables, entry, word, draining, held, max_tokens=200, top_k=8)
-    assert outputs[1].tolist() == [Status.OK]
-    assert outputs[2].tolist() == [[[1000 + i for i in row] for row in ids]]
-    # a bad id in the last row spoils the first block too
+    requests = read_requests(tables, entry, word, draining, groups, max_tokens=200, top_k=8)
+    assert requests.statuses_R.tolist() == [Status.OK]
+    assert requests.ids_RTK.tolist() == [ids]
+    # a bad id in the last row is seen too
     ids[199][7] = 256
     pair.ids(0, ids)
-    outputs = read_requests(tables, entry, word, draining, held, max_tokens=200, top_k=8)
-    assert outputs[1].tolist() == [Status.UNKNOWN_EXPERT]
-    assert set(outputs[2].flatten().tolist()) == {-1}
+    requests = read_requests(tables, entry, word, draining, groups, max_tokens=200, top_k=8)
+    assert requests.statuses_R.tolist() == [Status.UNKNOWN_EXPERT]
+    assert requests.num_tokens_R.tolist() == [0]
 
 
 def test_a_table_of_groups_in_another_dtype_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"held_LE must be int32, got torch.int64; cast it first"):
-        read(Pair(), [4], held=HELD.long())
+    with pytest.raises(ConfigError, match=r"groups_LE must be int32, got torch.int64; cast it"):
+        read(Pair(), [4], groups=GROUPS.long())
 
 
 def test_a_list_in_another_dtype_is_refused() -> None:
@@ -177,7 +179,7 @@ def test_a_list_in_another_dtype_is_refused() -> None:
             numbers(0),
             numbers(0),
             numbers(0, dtype=torch.int32),
-            HELD,
+            GROUPS,
             max_tokens=T,
             top_k=K,
         )

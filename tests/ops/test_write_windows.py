@@ -117,11 +117,11 @@ def answer(pair: Pair, statuses: list[int], rows_ND: torch.Tensor, **options: in
     count = len(statuses)
     entries = torch.arange(count, dtype=int32)
     per_token = options.pop("rows_per_token", 1)
-    first_R = torch.arange(count) * 2 * per_token
+    tokens_R = torch.full((count,), 2, dtype=int32)
     arrivals_R = torch.zeros(count, dtype=int32)
     write_replies(
         tables,
-        Answers(entries, numbers(*statuses, dtype=int32), numbers(*[2] * count), first_R, rows_ND),
+        Answers(entries, numbers(*statuses, dtype=int32), tokens_R, rows_ND),
         refusal_texts(),
         arrivals_R,
         started=numbers(options.get("started", 130)),

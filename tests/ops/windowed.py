@@ -35,6 +35,7 @@ class Pair:
             torch.zeros(size + 128, dtype=torch.uint8)
             for size in (spec.request_bytes, spec.reply_bytes)
         ]
+        self.memories = {memory.untyped_storage().data_ptr() for memory in self._memory}
         starts = [-memory.data_ptr() % 128 for memory in self._memory]
         self.requests, self.replies = (
             memory.numpy().data[start : start + size]

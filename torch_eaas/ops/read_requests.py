@@ -8,6 +8,8 @@ Shape suffixes: see ``pair_table``; L layers, E experts a layer.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -53,16 +55,33 @@ _STALE = tl.constexpr(int(Status.STALE))
 _BLOCK = 1024
 
 
+class Requests(NamedTuple):
+    """Requests as they were taken: copies, in the shapes that ``pack`` takes."""
+
+    headers_RF: Tensor
+    """Int64, in the order of ``REQUEST_FIELDS``; 0 for no request."""
+    statuses_R: Tensor
+    """What each request is answered with, int32: a ``Status``, or -1 for no request."""
+    layers_R: Tensor
+    """Int32."""
+    num_tokens_R: Tensor
+    """Tokens to compute, int32: 0 in what is refused."""
+    ids_RTK: Tensor
+    """Expert ids, int32; of a refused request they mean nothing."""
+    weights_RTK: Tensor
+    """Router weights, fp32; those beside an id of -1 mean nothing."""
+
+
 def read_requests(
     tables: ServerTables,
     ready_R: Tensor,
     now: Tensor,
     draining: Tensor,
-    held_LE: Tensor,
+    groups_LE: Tensor,
     *,
     max_tokens: int,
     top_k: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Requests:
     """Take the listed requests: copy header, ids and weights, and check the copies.
 
     Args:
@@ -70,28 +89,22 @@ def read_requests(
         ready_R: What ``scan_slots`` listed.
         now: The clock in us, ``(1,)`` int64.
         draining: ``(1,)`` int32: if it is not 0, every request is refused.
-        held_LE: The group of each (layer, expert), ``(L, E)`` int32, -1 where it is not held.
+        groups_LE: The group of each expert of each layer, ``(L, E)`` int32, -1 where it is not
+            held.
         max_tokens: T, the most tokens of a request of any pair.
         top_k: K.
 
-    Returns:
-        The headers, ``(R, F)`` int64 in the order of ``REQUEST_FIELDS``; what each request is
-        answered with, ``(R,)`` int32, a ``Status`` or -1 for no request; the group of each row,
-        ``(R, T, K)`` int32, -1 for none and in all that is refused; and the router weights,
-        ``(R, T, K)`` fp32, of which those beside -1 mean nothing.
-
     Example:
-        ``held=[[5, -1]]``: layer 0's ids ``[[0, -1]]`` are groups ``[[5, -1]]``; its ids
-        ``[[0, 1]]`` have the status 1, UNKNOWN_EXPERT.
+        ``groups=[[5, -1]]``: a request of layer 0 with ids ``[[0, -1]]`` has the status 0, OK; one
+        with ids ``[[0, 1]]`` has 1, UNKNOWN_EXPERT, and its ``num_tokens`` is 0.
     """
     check_tensor("ready_R", ready_R, (torch.int32,), 1)
-    check_tensor("held_LE", held_LE, (torch.int32,), 2)
+    check_tensor("groups_LE", groups_LE, (torch.int32,), 2)
     check_at_least("max_tokens", max_tokens, 1)
     check_at_least("top_k", top_k, 1)
-    requests_RF, statuses_R, groups_RTK, weights_RTK = _op(
-        tables.pairs_PC, tables.book_3PS, ready_R, now, draining, held_LE, max_tokens, top_k
+    return Requests(
+        *_op(tables.pairs_PC, tables.book_3PS, ready_R, now, draining, groups_LE, max_tokens, top_k)
     )
-    return requests_RF, statuses_R, groups_RTK, weights_RTK
 
 
 def launch(
@@ -100,12 +113,12 @@ def launch(
     ready_R: Tensor,
     now: Tensor,
     draining: Tensor,
-    held_LE: Tensor,
+    groups_LE: Tensor,
     max_tokens: int,
     top_k: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Run the kernel: one program a request."""
-    outputs = _fake(pairs_PC, book_3PS, ready_R, now, draining, held_LE, max_tokens, top_k)
+    outputs = _fake(pairs_PC, book_3PS, ready_R, now, draining, groups_LE, max_tokens, top_k)
     with on_device(pairs_PC):
         _read_kernel[(len(ready_R),)](
             pairs_PC,
@@ -113,10 +126,10 @@ def launch(
             ready_R,
             now,
             draining,
-            held_LE,
+            groups_LE,
             *outputs,
             *book_3PS.shape[1:],
-            *held_LE.shape,
+            *groups_LE.shape,
             max_tokens,
             TOP_K=top_k,
             BLOCK=min(_BLOCK, triton.next_power_of_2(max_tokens * top_k)),
@@ -130,13 +143,15 @@ def _fake(
     ready_R: Tensor,
     now: Tensor,
     draining: Tensor,
-    held_LE: Tensor,
+    groups_LE: Tensor,
     max_tokens: int,
     top_k: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     requests = len(ready_R)
     return (
         pairs_PC.new_empty((requests, len(REQUEST_FIELDS))),
+        ready_R.new_empty(requests),
+        ready_R.new_empty(requests),
         ready_R.new_empty(requests),
         ready_R.new_empty((requests, max_tokens, top_k)),
         ready_R.new_empty((requests, max_tokens, top_k), dtype=torch.float32),
@@ -150,10 +165,12 @@ def _read_kernel(
     ready_R: tl.tensor,
     now: tl.tensor,
     draining: tl.tensor,
-    held_LE: tl.tensor,
-    requests_RF: tl.tensor,
+    groups_LE: tl.tensor,
+    headers_RF: tl.tensor,
     statuses_R: tl.tensor,
-    groups_RTK: tl.tensor,
+    layers_R: tl.tensor,
+    num_tokens_R: tl.tensor,
+    ids_RTK: tl.tensor,
     weights_RTK: tl.tensor,
     num_pairs: tl.tensor,
     num_slots: tl.tensor,
@@ -188,7 +205,7 @@ def _read_kernel(
         layer = load_4(slot_at + REQUEST_LAYER)
         num_tokens = load_4(slot_at + REQUEST_TOKENS)
         flags = load_4(slot_at + REQUEST_FLAGS)
-        fields_F = requests_RF + request * _FIELDS
+        fields_F = headers_RF + request * _FIELDS
         tl.store(fields_F + 0, instance)
         tl.store(fields_F + 1, epoch)
         tl.store(fields_F + 2, sequence)
@@ -212,10 +229,10 @@ def _read_kernel(
             num_rows = num_tokens.to(tl.int32) * TOP_K
     else:
         fields = tl.arange(0, _FIELDS)
-        tl.store(requests_RF + request * _FIELDS + fields, tl.zeros((_FIELDS,), tl.int64))
+        tl.store(headers_RF + request * _FIELDS + fields, tl.zeros((_FIELDS,), tl.int64))
 
-    # rows of nobody, or of a refused header, are -1 without a look into the window
-    groups_N = groups_RTK + request * max_tokens * TOP_K
+    # rows of nobody, or of a refused header, are none without a look into the window
+    ids_N = ids_RTK + request * max_tokens * TOP_K
     weights_N = weights_RTK + request * max_tokens * TOP_K
     lowest = 0
     unknown = 0
@@ -227,25 +244,23 @@ def _read_kernel(
         weight_at = (weights_at + row * 4).to(tl.pointer_type(tl.float32))
         weights = tl.load(weight_at, mask=is_row, other=0.0)
         is_known = (ids >= 0) & (ids < num_experts) & (layer < num_layers)
-        group = tl.load(held_LE + layer * num_experts + ids, mask=is_known, other=-1)
+        group = tl.load(groups_LE + layer * num_experts + ids, mask=is_known, other=-1)
         lowest = tl.minimum(lowest, tl.min(ids, axis=0))
         unknown = tl.maximum(unknown, tl.max(((ids >= 0) & (group < 0)).to(tl.int32), axis=0))
-        is_ours = row < max_tokens * TOP_K
-        tl.store(groups_N + row, group, mask=is_ours)
-        tl.store(weights_N + row, weights, mask=is_ours)
+        tl.store(ids_N + row, ids, mask=row < max_tokens * TOP_K)
+        tl.store(weights_N + row, weights, mask=row < max_tokens * TOP_K)
     if (lowest < -1) | (unknown > 0):
         status = tl.where(lowest < -1, _BAD_REQUEST, _UNKNOWN_EXPERT)
-        for start in range(0, max_tokens * TOP_K, BLOCK):
-            row = start + tl.arange(0, BLOCK)
-            nothing = tl.full((BLOCK,), -1, tl.int32)
-            tl.store(groups_N + row, nothing, mask=row < max_tokens * TOP_K)
+        num_rows = 0
     tl.store(statuses_R + request, status)
+    tl.store(layers_R + request, layer)
+    tl.store(num_tokens_R + request, num_rows // TOP_K)
 
 
 _op = define_op(
     "read_requests(Tensor pairs_PC, Tensor(a!) book_3PS, Tensor ready_R, Tensor now, "
-    "Tensor draining, Tensor held_LE, int max_tokens, int top_k) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor draining, Tensor groups_LE, int max_tokens, int top_k) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     kernel=launch,
     twin=read_requests_ref,
     fake=_fake,

@@ -72,15 +72,17 @@ def read_requests_ref(
     ready_R: Tensor,
     now: Tensor,
     draining: Tensor,
-    held_LE: Tensor,
+    groups_LE: Tensor,
     max_tokens: int,
     top_k: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Define ``read_requests.read_requests``."""
-    requests_RF = pairs_PC.new_zeros((len(ready_R), len(REQUEST_FIELDS)))
-    statuses_R = torch.full((len(ready_R),), NO_REQUEST, dtype=torch.int32)
-    groups_RTK = torch.full((len(ready_R), max_tokens, top_k), -1, dtype=torch.int32)
-    weights_RTK = torch.zeros((len(ready_R), max_tokens, top_k))
+    num = len(ready_R)
+    headers_RF = pairs_PC.new_zeros((num, len(REQUEST_FIELDS)))
+    statuses_R = torch.full((num,), NO_REQUEST, dtype=torch.int32)
+    layers_R, num_tokens_R = torch.zeros_like(statuses_R), torch.zeros_like(statuses_R)
+    ids_RTK = torch.full((num, max_tokens, top_k), -1, dtype=torch.int32)
+    weights_RTK = torch.zeros((num, max_tokens, top_k))
     for r, entry in enumerate(ready_R.tolist()):
         if entry < 0:
             continue
@@ -89,24 +91,24 @@ def read_requests_ref(
         word = pair.word(Column.REQUESTS, slot).value
         book_3PS[2, p, slot] = signed(word)
         header = bytes(pair.slot(Column.REQUESTS, slot, 0, REQUEST_HEADER.size))
+        headers_RF[r] = torch.tensor([signed(field) for field in REQUEST_HEADER.unpack(header)])
+        layers_R[r] = headers_RF[r, 5]
         fields = REQUEST_HEADER.unpack(header)
-        requests_RF[r] = torch.tensor([signed(field) for field in fields])
         status = _check(pair, word, fields, int(now) - int(book_3PS[1, p, slot]), max_tokens)
         if draining.item():
             status = Status.DRAINING
         if status is Status.OK:
             layer, num_tokens = fields[5:7]
-            num_bytes = num_tokens * top_k * 4
-            ids = pair.slot(Column.REQUESTS, slot, HEADER_BYTES, num_bytes)
-            ids_TK = torch.frombuffer(bytearray(ids), dtype=torch.int32).view(num_tokens, top_k)
-            weights = pair.slot(Column.REQUESTS, slot, pair[Column.WEIGHTS_OFFSET], num_bytes)
-            weights_RTK[r, :num_tokens] = torch.frombuffer(
-                bytearray(weights), dtype=torch.float32
-            ).view(num_tokens, top_k)
-            groups_TK, status = _look_up(held_LE, layer, ids_TK)
-            groups_RTK[r, :num_tokens] = groups_TK
+            for offset, part_TK in (
+                (HEADER_BYTES, ids_RTK[r, :num_tokens]),
+                (pair[Column.WEIGHTS_OFFSET], weights_RTK[r, :num_tokens]),
+            ):
+                data = bytearray(pair.slot(Column.REQUESTS, slot, offset, part_TK.nbytes))
+                part_TK.view(-1).copy_(torch.frombuffer(data, dtype=part_TK.dtype))
+            status = _check_ids(groups_LE, layer, ids_RTK[r, :num_tokens])
+            num_tokens_R[r] = num_tokens if status is Status.OK else 0
         statuses_R[r] = status
-    return requests_RF, statuses_R, groups_RTK, weights_RTK
+    return headers_RF, statuses_R, layers_R, num_tokens_R, ids_RTK, weights_RTK
 
 
 def _check(
@@ -121,19 +123,15 @@ def _check(
     return Status.EXPIRED if waited_us > budget_us else Status.OK
 
 
-def _look_up(held_LE: Tensor, layer: int, ids_TK: Tensor) -> tuple[Tensor, Status]:
-    """Return the groups of one layer's ids, all -1 where the status is not OK."""
-    nothing_TK = torch.full_like(ids_TK, -1)
+def _check_ids(groups_LE: Tensor, layer: int, ids_TK: Tensor) -> Status:
     if (ids_TK < -1).any():
-        return nothing_TK, Status.BAD_REQUEST
-    num_layers, num_experts = held_LE.shape
-    is_within_TK = (ids_TK >= 0) & (ids_TK < num_experts) & (layer < num_layers)
-    groups_TK = nothing_TK.clone()
-    if layer < num_layers:
-        groups_TK[is_within_TK] = held_LE[layer, ids_TK[is_within_TK].long()]
-    if ((ids_TK >= 0) & (groups_TK < 0)).any():
-        return nothing_TK, Status.UNKNOWN_EXPERT
-    return groups_TK, Status.OK
+        return Status.BAD_REQUEST
+    ids = ids_TK[ids_TK >= 0].long()
+    num_layers, num_experts = groups_LE.shape
+    is_known = layer < num_layers and bool((ids < num_experts).all())
+    if len(ids) and not (is_known and bool((groups_LE[layer, ids] >= 0).all())):
+        return Status.UNKNOWN_EXPERT
+    return Status.OK
 
 
 def write_replies_ref(
@@ -141,8 +139,7 @@ def write_replies_ref(
     book_3PS: Tensor,
     ready_R: Tensor,
     statuses_R: Tensor,
-    counts_R: Tensor,
-    first_R: Tensor,
+    num_tokens_R: Tensor,
     rows_ND: Tensor,
     texts_XB: Tensor,
     arrivals_R: Tensor,
@@ -158,7 +155,7 @@ def write_replies_ref(
             continue
         p, slot = divmod(int(ready_R[r]), book_3PS.shape[2])
         pair, word = PairMemory(pairs_PC, p), unsigned(int(book_3PS[2, p, slot]))
-        size, first = int(counts_R[r]), int(first_R[r])
+        size, first = int(num_tokens_R[r]), r * (len(rows_ND) // len(ready_R))
         times = (max(0, int(started) - int(book_3PS[1, p, slot])), int(now) - int(started))
         part = rows_ND[first : first + size * rows_per_token]
         if status != Status.OK:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_eaas.config import check_at_least
-from torch_eaas.ops.launching import check_tensor, define_op, on_device
+from torch_eaas.ops.launching import check_slots, check_tensor, define_op, on_device
 from torch_eaas.ops.pair_table import ServerTables
 from torch_eaas.ops.reference_server import write_replies_ref
 from torch_eaas.ops.windows import (
@@ -67,19 +67,17 @@ class Answers:
     """The slots, as ``scan_slots`` listed them, int32."""
     statuses_R: Tensor
     """A ``Status`` for each, int32; -1 for no request."""
-    counts_R: Tensor
-    """Tokens of each request, int64."""
-    first_R: Tensor
-    """The first of each request's rows, int64."""
+    num_tokens_R: Tensor
+    """Tokens of each request, int32."""
     rows_ND: Tensor
-    """The rows of all requests, in the pairs' reply dtype."""
+    """The rows, in the pairs' reply dtype: N / R places a request, of which it fills the first."""
 
     def __post_init__(self) -> None:
         check_tensor("ready_R", self.ready_R, (torch.int32,), 1)
         check_tensor("statuses_R", self.statuses_R, (torch.int32,), 1)
-        check_tensor("counts_R", self.counts_R, (torch.int64,), 1)
-        check_tensor("first_R", self.first_R, (torch.int64,), 1)
+        check_tensor("num_tokens_R", self.num_tokens_R, (torch.int32,), 1)
         check_tensor("rows_ND", self.rows_ND, (torch.float32, torch.bfloat16), 2)
+        check_slots(self.num_tokens_R, len(self.rows_ND))
 
 
 def refusal_texts(device: torch.device | str = "cpu") -> Tensor:
@@ -117,7 +115,7 @@ def write_replies(
         blocks: Thread blocks that share one request's rows.
 
     Example:
-        Requests of 2 and 1 tokens with ``first=[0, 2]`` are answered with rows 0 to 1 and row 2.
+        Of 6 rows, requests of 2 and 1 tokens are answered with rows 0 and 1, and with row 3.
     """
     check_tensor("texts_XB", texts_XB, (torch.uint8,), 2)
     check_tensor("arrivals_R", arrivals_R, (torch.int32,), 1)
@@ -128,8 +126,7 @@ def write_replies(
         tables.book_3PS,
         answers.ready_R,
         answers.statuses_R,
-        answers.counts_R,
-        answers.first_R,
+        answers.num_tokens_R,
         answers.rows_ND,
         texts_XB,
         arrivals_R,
@@ -146,8 +143,7 @@ def launch(
     book_3PS: Tensor,
     ready_R: Tensor,
     statuses_R: Tensor,
-    counts_R: Tensor,
-    first_R: Tensor,
+    num_tokens_R: Tensor,
     rows_ND: Tensor,
     texts_XB: Tensor,
     arrivals_R: Tensor,
@@ -165,8 +161,7 @@ def launch(
             book_3PS,
             ready_R,
             statuses_R,
-            counts_R,
-            first_R,
+            num_tokens_R,
             rows_NU,
             texts_XB,
             arrivals_R,
@@ -174,6 +169,7 @@ def launch(
             now,
             version,
             *book_3PS.shape[1:],
+            len(rows_ND) // len(ready_R),
             ROWS_A_TOKEN=rows_per_token,
             UNITS=rows_NU.shape[1],
             UNIT_BYTES=rows_NU.element_size(),
@@ -203,7 +199,7 @@ def _write_head(
     if status != _OK:
         byte = tl.arange(0, _TEXT_BYTES)
         text = tl.load(texts_XB + status * _TEXT_BYTES + byte)
-        size = tl.sum((text != 0).to(tl.int64), axis=0)
+        size = tl.sum((text != 0).to(tl.int32), axis=0)
         to = (slot_at + BEHIND_HEADER).to(tl.pointer_type(tl.uint8))
         tl.store(to + byte, text, mask=byte < size)
         queue_us = tl.zeros_like(queue_us)
@@ -224,8 +220,7 @@ def _write_kernel(
     book_3PS: tl.tensor,
     ready_R: tl.tensor,
     statuses_R: tl.tensor,
-    counts_R: tl.tensor,
-    first_R: tl.tensor,
+    num_tokens_R: tl.tensor,
     rows_NU: tl.tensor,
     texts_XB: tl.tensor,
     arrivals_R: tl.tensor,
@@ -234,6 +229,7 @@ def _write_kernel(
     version: tl.tensor,
     num_pairs: tl.tensor,
     num_slots: tl.tensor,
+    places: tl.tensor,
     ROWS_A_TOKEN: tl.constexpr,
     UNITS: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
@@ -252,8 +248,8 @@ def _write_kernel(
         word = tl.load(since_PS + num_pairs * num_slots)
         slot_at = reply_slot_at(pairs_PC, pair, slot)
         if status == _OK:
-            num_rows = tl.load(counts_R + request) * ROWS_A_TOKEN
-            first = tl.load(first_R + request)
+            num_rows = tl.load(num_tokens_R + request).to(tl.int64) * ROWS_A_TOKEN
+            first = request * places
             for row in range(block, num_rows, tl.num_programs(1)):
                 to = slot_at + BEHIND_HEADER + row * (UNITS * UNIT_BYTES)
                 copy_units(rows_NU + (first + row) * UNITS, to, UNITS, ALIGNED, BLOCK)
@@ -264,7 +260,7 @@ def _write_kernel(
                 slot_at,
                 word,
                 tl.load(statuses_R + request),
-                tl.load(counts_R + request),
+                tl.load(num_tokens_R + request),
                 texts_XB,
                 tl.load(since_PS),
                 tl.load(started),
@@ -277,7 +273,7 @@ def _write_kernel(
 
 _op = define_op(
     "write_replies(Tensor pairs_PC, Tensor book_3PS, Tensor ready_R, Tensor statuses_R, "
-    "Tensor counts_R, Tensor first_R, Tensor rows_ND, Tensor texts_XB, Tensor(a!) arrivals_R, "
+    "Tensor num_tokens_R, Tensor rows_ND, Tensor texts_XB, Tensor(a!) arrivals_R, "
     "Tensor started, Tensor now, Tensor version, int rows_per_token, int blocks) -> ()",
     kernel=launch,
     twin=write_replies_ref,
