@@ -9,11 +9,22 @@ from types import ModuleType
 
 import pytest
 
-from torch_eaas.ops import gate, read_requests, signal, slot_scan, write_replies, write_requests
-
-MODULES: tuple[ModuleType, ...] = (
+from torch_eaas.ops import (
+    add_replies,
     gate,
     read_requests,
+    share_tokens,
+    signal,
+    slot_scan,
+    write_replies,
+    write_requests,
+)
+
+MODULES: tuple[ModuleType, ...] = (
+    add_replies,
+    gate,
+    read_requests,
+    share_tokens,
     signal,
     slot_scan,
     write_replies,

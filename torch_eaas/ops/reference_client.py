@@ -123,3 +123,67 @@ def write_requests_ref(
         REQUEST_HEADER.pack_into(header, 0, *ours, int(version), budget_us, layer, count, 0)
         words_PS[p, slot] = signed(word)
         pair.word(Column.REQUESTS, slot).value = word
+
+
+def share_tokens_ref(
+    ids_TK: Tensor, weights_TK: Tensor, pairs_E: Tensor, abort: Tensor, num_pairs: int
+) -> tuple[Tensor, ...]:
+    """Define ``share_tokens.share_tokens``."""
+    num_tokens, top_k = ids_TK.shape
+    # an id beyond the experts is nobody's either
+    is_expert_TK = (ids_TK >= 0) & (ids_TK < len(pairs_E))
+    pairs_TK = torch.full_like(ids_TK, -1)
+    pairs_TK[is_expert_TK] = pairs_E[ids_TK[is_expert_TK].long()]
+    if ((ids_TK >= 0) & (pairs_TK < 0)).any():
+        abort.fill_(1)
+    counts_P = ids_TK.new_zeros(num_pairs)
+    tokens_PT = ids_TK.new_full((num_pairs, num_tokens), -1)
+    ids_PTK = ids_TK.new_full((num_pairs, num_tokens, top_k), -1)
+    weights_PTK = weights_TK.new_zeros((num_pairs, num_tokens, top_k))
+    places_PT = torch.full_like(tokens_PT, -1)
+    for p in range(num_pairs):
+        is_mine_TK = pairs_TK == p
+        tokens = is_mine_TK.any(1).nonzero().flatten()
+        count = len(tokens)
+        counts_P[p] = count
+        tokens_PT[p, :count] = tokens
+        ids_PTK[p, :count] = torch.where(is_mine_TK, ids_TK, -1)[tokens]
+        weights_PTK[p, :count] = weights_TK[tokens]
+        places_PT[p, tokens] = torch.arange(count, dtype=ids_TK.dtype)
+    return counts_P, tokens_PT, ids_PTK, weights_PTK, places_PT
+
+
+def add_replies_ref(
+    pairs_PC: Tensor,
+    slots_P: Tensor,
+    places_PT: Tensor,
+    gate: Tensor,
+    add_TD: Tensor,
+    exact_ids_TK: Tensor | None,
+    pairs_E: Tensor | None,
+    is_bf16: bool,
+) -> Tensor:
+    """Define ``add_replies.add_replies``."""
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    num_tokens, hidden = add_TD.shape
+    total_TD = torch.zeros((num_tokens, hidden))
+
+    def row_of(pair: int, row: int) -> Tensor:
+        num_bytes = hidden * dtype.itemsize
+        at = HEADER_BYTES + row * num_bytes
+        memory = PairMemory(pairs_PC, pair).slot(Column.REPLIES, int(slots_P[pair]), at, num_bytes)
+        return torch.frombuffer(bytearray(memory), dtype=dtype).float()
+
+    if not gate.item():
+        for token in range(num_tokens):
+            if exact_ids_TK is None or pairs_E is None:
+                for pair, place in enumerate(places_PT[:, token].tolist()):
+                    if place >= 0:
+                        total_TD[token] += row_of(pair, place)
+                continue
+            for k, expert in enumerate(exact_ids_TK[token].tolist()):
+                pair = int(pairs_E[expert]) if 0 <= expert < len(pairs_E) else -1
+                if pair >= 0:
+                    row = int(places_PT[pair, token]) * exact_ids_TK.shape[1] + k
+                    total_TD[token] += row_of(pair, row)
+    return (total_TD + add_TD.float()).to(add_TD.dtype)
