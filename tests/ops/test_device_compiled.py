@@ -10,9 +10,11 @@ import torch
 
 from tests.ops.compiling import CAPABILITIES, Compiled, compiled
 from torch_eaas.ops import (
+    add_replies,
     clock,
     gate,
     read_requests,
+    share_tokens,
     signal,
     slot_scan,
     write_replies,
@@ -35,6 +37,13 @@ def launch_wait(*, for_free: bool) -> object:
     return signal.launch(
         t.pairs_PC, t.slots_P, t.words_PS, counts_P, zeros(1), zeros(1), 20_000, 10**9, for_free
     )
+
+
+def launch_add(ids_TK: torch.Tensor, *, is_bf16: bool) -> object:
+    t, places_PT = ClientTables.empty(P, S), zeros(P, T, dtype=torch.int32)
+    exact = (ids_TK, zeros(256, dtype=torch.int32)) if ids_TK.numel() else (None, None)
+    add_TD = zeros(T, D, dtype=torch.bfloat16)
+    return add_replies.launch(t.pairs_PC, t.slots_P, places_PT, zeros(1), add_TD, *exact, is_bf16)
 
 
 def launch_scan() -> object:
@@ -77,6 +86,15 @@ def launch_write_replies(dtype: torch.dtype, rows_per_token: int) -> object:
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {
+    "share tokens": lambda: share_tokens.launch(
+        zeros(T, K, dtype=torch.int32),
+        zeros(T, K, dtype=torch.float32),
+        zeros(256, dtype=torch.int32),
+        zeros(1),
+        P,
+    ),
+    "add replies": lambda: launch_add(zeros(T, K, dtype=torch.int32)[:, :0], is_bf16=False),
+    "add replies bf16, exact": lambda: launch_add(zeros(T, K, dtype=torch.int32), is_bf16=True),
     "wait for replies": lambda: launch_wait(for_free=False),
     "wait for free slots": lambda: launch_wait(for_free=True),
     "close a gate": lambda: gate.launch(zeros(1), zeros(1)),
