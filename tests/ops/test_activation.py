@@ -124,10 +124,10 @@ def test_quantised_rows_beyond_the_total_are_left_alone() -> None:
 
 
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it() -> None:
-    gate_up = random(300, 129)
-    whole, alone = launched_quantize(gate_up), launched_quantize(gate_up[211:212].clone())
+    gate_up = random(65, 129)
+    whole, alone = launched_quantize(gate_up), launched_quantize(gate_up[41:42].clone())
     for many, one in zip(whole, alone, strict=True):
-        assert torch.equal(many[211:212], one)
+        assert torch.equal(many[41:42], one)
 
 
 def test_the_examples_of_the_docstrings_hold() -> None:
@@ -151,3 +151,8 @@ def test_rows_that_have_no_two_halves_are_refused(op: object) -> None:
 def test_totals_of_another_dtype_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"totals_3 must be int32, got torch.int64"):
         swiglu(torch.zeros(2, 4), torch.zeros(3, dtype=torch.int64))
+
+
+def test_totals_of_another_shape_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"totals_3 must be group_shrink's, got shape \(1,\)"):
+        swiglu(torch.zeros(2, 4), torch.zeros(1, dtype=torch.int32))

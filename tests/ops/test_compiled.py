@@ -25,8 +25,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "group_shrink 464": lambda: shrinking.launch(ints(464), 64),
     "group_shrink 65536": lambda: shrinking.launch(ints(65536), 64),
     "pack": lambda: packing.launch(ints(128, 128, 8), ints(128), ints(128), ints(58, 256), 65536),
-    "quantize_rows": lambda: row_quantizer.launch(torch.zeros(512, 7168, dtype=BF16), 128, None),
-    "quantize_rows of slots": lambda: row_quantizer.launch(
+    "quantize_rows": lambda: row_quantizer.launch(
         torch.zeros(512, 7168, dtype=BF16), 128, ints(128)
     ),
     "swiglu": lambda: activation.launch(torch.zeros(512, 4096, dtype=BF16), ints(3)),
@@ -34,9 +33,6 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         torch.zeros(512, 4096, dtype=BF16), ints(3)
     ),
     "combine": lambda: combining.launch(
-        torch.zeros(64, 7168, dtype=BF16), ints(512, 8), torch.zeros(512, 8), False, None
-    ),
-    "combine of slots": lambda: combining.launch(
         torch.zeros(64, 7168, dtype=BF16), ints(512, 8), torch.zeros(512, 8), False, ints(128)
     ),
     "combine per expert": lambda: combining.launch(
@@ -58,14 +54,12 @@ TARGETS = pytest.mark.parametrize("capability", CAPABILITIES)
 
 MOVES_ROWS = [
     ("quantize_rows", "_quantize_kernel"),
-    ("quantize_rows of slots", "_quantize_kernel"),
     ("swiglu", "_swiglu_kernel"),
     ("swiglu_quantize", "_swiglu_kernel"),
     ("combine", "_combine_kernel"),
-    ("combine of slots", "_combine_kernel"),
     ("combine per expert", "_combine_kernel"),
 ]
-QUANTISES = MOVES_ROWS[:2] + MOVES_ROWS[3:4]
+QUANTISES = [MOVES_ROWS[0], MOVES_ROWS[2]]
 
 
 def kernels_of(launch: str, capability: int) -> list[Compiled]:
@@ -105,9 +99,8 @@ def test_the_cast_to_fp8_rounds_to_nearest_and_saturates(
 
 
 @TARGETS
-@pytest.mark.parametrize("launch", ["combine", "combine of slots"])
-def test_a_tokens_sum_rounds_each_product_and_each_sum(launch: str, capability: int) -> None:
-    found = find(__name__, launch, "_combine_kernel", capability)
+def test_a_tokens_sum_rounds_each_product_and_each_sum(capability: int) -> None:
+    found = find(__name__, "combine", "_combine_kernel", capability)
     assert found.count(r"fma\.") == 0
     assert found.count(r"mul\.rn\.f32") >= 8
 

@@ -140,8 +140,9 @@ def test_ids_of_another_dtype_are_refused() -> None:
         pack(torch.zeros((1, 1, 1), dtype=torch.int64), ints([0]), ints([0]), ints([[0]]), 1)
 
 
-def test_more_rows_than_int32_counts_are_refused() -> None:
+def test_more_rows_than_a_kernel_counts_are_refused() -> None:
     ids_STK = torch.empty((2**16, 2**12, 8), dtype=torch.int32, device="meta")
     slots = torch.empty(2**16, dtype=torch.int32, device="meta")
-    with pytest.raises(ConfigError, match=r"ids_STK must have less than 2\*\*31 rows, got 214748"):
+    message = r"ids_STK must have at most 2\*\*30 rows, got 2147483648; pack fewer slots at once"
+    with pytest.raises(ConfigError, match=message):
         pack(ids_STK, slots, slots, torch.empty((1, 1), dtype=torch.int32, device="meta"), 1)

@@ -50,18 +50,24 @@ CALLS: dict[str, Callable[..., Any]] = {
 """How the public function is called, where its arguments are not the op's."""
 
 
-def assert_equal(got: Any, expected: Any) -> None:
+def op_of(name: str) -> Any:
+    """Return the op; loading the public function registers it."""
+    assert getattr(ops, name)
+    return getattr(torch.ops.torch_eaas, name).default
+
+
+def assert_close(got: Any, expected: Any, rtol: float = 0.0) -> None:
     pairs = [(got, expected)] if isinstance(got, Tensor) else zip(got, expected, strict=True)
     for ours, theirs in pairs:
         assert ours.dtype == theirs.dtype
-        assert torch.equal(ours.float(), theirs.float())
+        torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=rtol, atol=0)
 
 
 @EACH
 def test_the_op_keeps_torchs_rules(
     name: str, given: tuple[Any, ...], twin: Callable[..., Any]
 ) -> None:
-    torch.library.opcheck(getattr(torch.ops.torch_eaas, name).default, given)
+    torch.library.opcheck(op_of(name), given)
 
 
 @EACH
@@ -70,5 +76,47 @@ def test_on_a_cpu_the_public_function_is_the_twin_compiled_or_not(
 ) -> None:
     public = CALLS.get(name, getattr(ops, name))
     expected = twin(*given)
-    assert_equal(public(*given), expected)
-    assert_equal(torch.compile(public, fullgraph=True, backend="aot_eager")(*given), expected)
+    assert_close(public(*given), expected)
+    assert_close(torch.compile(public, fullgraph=True, backend="aot_eager")(*given), expected)
+
+
+# -- where there is a GPU: run these without TRITON_INTERPRET --------------------------------------
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def on_gpu(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.cuda() if isinstance(value, Tensor) else value for value in given)
+
+
+@pytest.mark.gpu
+@GPU
+@EACH
+def test_on_a_gpu_the_kernel_gives_what_the_twin_gives(
+    name: str, given: tuple[Any, ...], twin: Callable[..., Any]
+) -> None:
+    # the exponential differs in its last bits, and then a number may round to the next one
+    rtol = {"swiglu": 1e-2, "swiglu_quantize": 0.13}.get(name, 0.0)
+    assert_close(op_of(name)(*on_gpu(given)), twin(*given), rtol)
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_captured_graph_packs_and_shrinks_whatever_its_inputs_hold() -> None:
+    ids, layers, num_tokens = on_gpu(PACKED)
+    groups_LE = ints([[0, 1], [2, -1]]).cuda()
+
+    def step() -> tuple[Tensor, ...]:
+        packed = ops.pack(ids, layers, num_tokens, groups_LE, 3)
+        return (*packed, *ops.group_shrink(packed[2], 2))
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for counts in ([2, 1], [0, 2], [0, 0], [1, 0]):
+        num_tokens.copy_(ints(counts))
+        graph.replay()
+        packed = reference.pack_slots_ref(*PACKED[:2], ints(counts), groups_LE.cpu(), 3)
+        expected = (*packed, *reference.shrink_groups_ref(packed[2], 2))
+        assert_close(got, expected)

@@ -42,8 +42,9 @@ def assert_same(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> 
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("block", [32, 128])
-@pytest.mark.parametrize(("rows", "columns"), SIZES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "block"), [*((*size, 128) for size in SIZES), (5, 100, 32)]
+)
 def test_the_kernel_gives_what_the_twin_gives_bit_by_bit(
     rows: int, columns: int, block: int
 ) -> None:
@@ -101,10 +102,10 @@ def test_rows_that_no_slot_holds_are_left_alone(num_tokens: list[int]) -> None:
 
 
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it() -> None:
-    x_MK = random(300, 129)
-    whole, alone = launched(x_MK, 128), launched(x_MK[211:212].clone(), 128)
+    x_MK = random(65, 129)
+    whole, alone = launched(x_MK, 128), launched(x_MK[41:42].clone(), 128)
     for many, one in zip(whole, alone, strict=True):
-        assert torch.equal(many.float()[211:212], one.float())
+        assert torch.equal(many.float()[41:42], one.float())
 
 
 def test_a_round_trip_stays_within_half_a_step_of_fp8() -> None:

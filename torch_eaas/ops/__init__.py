@@ -1,5 +1,14 @@
 """The server's arithmetic, useful alone. Each op has a plain twin in ``reference`` that defines it.
 
+A layer on a device, from the tokens in a server's slots to each token's sum, without a host sync::
+
+    rows_R, places_STK, counts_G = pack(ids_STK, layers_S, num_tokens_S, groups_LE, num_groups)
+    active_G, offsets_G, tiles_G, totals_3 = group_shrink(counts_G, block_rows=64)
+    gate_up_R2I = ...  # a grouped GEMM over the active groups; row r is token rows_R[r] // K
+    hidden_RI = swiglu(gate_up_R2I, totals_3)
+    down_RD = ...  # and another
+    out_TD = combine(down_RD, places_STK.view(-1, K), weights_TK, num_tokens_S=num_tokens_S)
+
 Each public name is loaded on first use, so that what needs the twins only brings no Triton. No file
 here is named like a public name: importing that file would put the module in the function's place.
 

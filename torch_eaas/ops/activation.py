@@ -71,6 +71,8 @@ def _check(gate_up_R2I: Tensor, totals_3: Tensor | None) -> None:
         )
     if totals_3 is not None:
         check_tensor("totals_3", totals_3, (torch.int32,), 1)
+        if totals_3.shape[0] != 3:
+            raise ConfigError(f"totals_3 must be group_shrink's, got shape {tuple(totals_3.shape)}")
 
 
 def launch(gate_up_R2I: Tensor, totals_3: Tensor | None) -> Tensor:

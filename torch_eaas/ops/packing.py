@@ -21,7 +21,7 @@ from torch_eaas.ops.reference import pack_slots_ref
 _PIECE = 256
 _COMPARED = 16
 _GROUPS = 128
-_PIECES = 32
+_PIECES = 16
 
 
 def pack(
@@ -45,7 +45,7 @@ def pack(
         there, ``(S, T, K)``, -1 for none; and the rows of each group, ``(G,)``.
 
     Raises:
-        ConfigError: Another dtype, shape or layout, or more than 2**31 - 1 rows.
+        ConfigError: Another dtype, shape or layout, or more than 2**30 rows.
 
     Example:
         Two slots of one token each, ``ids=[[[1, 0]], [[0, -1]]]``, of layers ``[0, 1]`` with
@@ -65,8 +65,10 @@ def pack(
                 f"{name} must have one number for each of the {ids_STK.shape[0]} slots of "
                 f"ids_STK, got {tensor.shape[0]}"
             )
-    if ids_STK.numel() >= 2**31:
-        raise ConfigError(f"ids_STK must have less than 2**31 rows, got {ids_STK.numel()}")
+    if ids_STK.numel() > 2**30:
+        raise ConfigError(
+            f"ids_STK must have at most 2**30 rows, got {ids_STK.numel()}; pack fewer slots at once"
+        )
     check_at_least("num_groups", num_groups, 0)
     rows_R, places_STK, counts_G = _op(ids_STK, layers_S, num_tokens_S, groups_LE, num_groups)
     return rows_R, places_STK, counts_G

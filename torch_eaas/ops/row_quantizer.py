@@ -101,7 +101,7 @@ def scale_tile(x_RB: tl.tensor) -> tl.tensor:
     The largest magnitude is found among bits, which order numbers of one sign as their values do:
     so NaN is above Inf and is found. Division is exact to the last bit, as on the CPU.
     """
-    bits_RB = tl.abs(x_RB).to(tl.int32, bitcast=True)
+    bits_RB = x_RB.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest_R = tl.max(bits_RB, axis=1).to(tl.float32, bitcast=True)
     scale_R = tl.div_rn(largest_R, tl.full(largest_R.shape, 448.0, tl.float32))
     scale_R = tl.where(scale_R == 0, 1.0, scale_R)
