@@ -101,9 +101,12 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "read the clock": lambda: clock.launch(zeros(1)),
     "scan": launch_scan,
     "read requests": launch_read,
-    "write requests": lambda: launch_write_requests(torch.bfloat16),
-    # an odd row is copied in halves; layer 1 is a number that Triton makes a constant of
-    "write requests of 63 numbers, layer 1": lambda: launch_write_requests(torch.bfloat16, 63, 1),
+    # one kernel for all layers: none is compiled while another one spins
+    "write requests": lambda: [
+        launch_write_requests(torch.bfloat16, layer=layer) for layer in (0, 1, 3, 16)
+    ],
+    # an odd row is copied in halves
+    "write requests of 63 numbers": lambda: launch_write_requests(torch.bfloat16, 63),
     "write replies": lambda: launch_write_replies(torch.float32, 1),
 }
 

@@ -134,7 +134,7 @@ def _load_row(
     return tl.load(rows + row * hidden + column, mask=column < hidden, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_tokens", "num_experts"])
 def _add_kernel(
     pairs_PC: tl.tensor,
     slots_P: tl.tensor,

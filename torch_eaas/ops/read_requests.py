@@ -158,7 +158,7 @@ def _fake(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_slots", "num_layers", "num_experts", "max_tokens"])
 def _read_kernel(
     pairs_PC: tl.tensor,
     book_3PS: tl.tensor,

@@ -86,7 +86,7 @@ def _fake(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_experts"])
 def _share_kernel(
     ids_TK: tl.tensor,
     weights_TK: tl.tensor,

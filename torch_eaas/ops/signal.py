@@ -200,7 +200,7 @@ def _read_header(
     return tl.where(is_ours, tl.where(status == _OK, _ARRIVED, _REFUSED), _STRANGE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "timeout_ns", "looks"])
 def _wait_kernel(
     pairs_PC: tl.tensor,
     slots_P: tl.tensor,

@@ -103,7 +103,7 @@ def _fake(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_slots", "max_requests"])
 def _scan_kernel(
     pairs_PC: tl.tensor,
     book_3PS: tl.tensor,

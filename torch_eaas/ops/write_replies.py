@@ -214,7 +214,7 @@ def _write_head(
     store_4(slot_at + REPLY_EXPERTS, tl.minimum(experts_us, _LONGEST_TIME))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_slots", "places"])
 def _write_kernel(
     pairs_PC: tl.tensor,
     book_3PS: tl.tensor,

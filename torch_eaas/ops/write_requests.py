@@ -163,7 +163,7 @@ def launch(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "budget_us", "num_slots", "max_tokens"])
 def _write_kernel(
     pairs_PC: tl.tensor,
     slots_P: tl.tensor,
