@@ -1,7 +1,6 @@
 """A client and a server of the device path, as small as a test can have them.
 
-Stages are the ops; in between is plain torch where the kernels for it are not built yet: which
-server gets which token, the experts, and the sum.
+Stages are the ops; plain torch are the experts, and, at the client, which server gets which token.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.ops.windowed import address_of
+from torch_eaas.ops import combine, pack
 from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.pair_table import ClientTables, ServerTables, pair_row
+from torch_eaas.ops.read_hidden import read_hidden
 from torch_eaas.ops.read_requests import read_requests
 from torch_eaas.ops.signal import wait_free, wait_replies
 from torch_eaas.ops.slot_scan import scan_slots
@@ -161,7 +162,6 @@ class DeviceServer:
     ) -> None:
         self.spec = spec
         self.tables = ServerTables.empty(PAIRS, spec.slots)
-        self._windows: dict[int, Windows] = {}
         self._num_experts = num_experts
         self._arrivals_R = torch.zeros(R, dtype=torch.int32)
         self._texts_XB = refusal_texts()
@@ -174,12 +174,10 @@ class DeviceServer:
         self._groups_LE = torch.full((layers, self._num_experts), -1, dtype=torch.int32)
         for group, key in enumerate(scales):
             self._groups_LE[key] = group
-        # one scale more, 0: it serves group -1
-        self._scales = torch.tensor([*scales.values(), 0.0])
+        self._scales = torch.tensor(list(scales.values()))
 
     def open(self, p: int, windows: Windows) -> None:
         """Serve a pair from now on."""
-        self._windows[p] = windows
         self.tables.pairs_PC[p] = windows.row(self.spec)
         self.tables.book_3PS[:, p] = 0
 
@@ -202,19 +200,29 @@ class DeviceServer:
             max_tokens=spec.max_tokens,
             top_k=spec.top_k,
         )
-        rows_RTD = torch.zeros(R, *spec.rows_shape, dtype=DTYPES[spec.reply_dtype])
-        for r, count in enumerate(requests.num_tokens_R.tolist()):
-            if count:
-                ids_TK = requests.ids_RTK[r, :count].long()
-                groups_TK = self._groups_LE[int(requests.layers_R[r]), ids_TK]
-                groups_TK = torch.where(ids_TK < 0, -1, groups_TK)
-                scales_TK = self._scales[groups_TK.long()] * requests.weights_RTK[r, :count]
-                x_TD = self._hidden(int(ready_R[r]), count)
-                rows_TKD = scales_TK.unsqueeze(-1) * x_TD.unsqueeze(1)
-                rows_RTD[r, :count] = rows_TKD if spec.combine == "exact" else rows_TKD.sum(1)
-        if requests.num_tokens_R.any():
+        x_RTD = torch.full((R, spec.max_tokens, spec.hidden_size), float("nan"))
+        x_RTD = x_RTD.to(DTYPES[spec.wire_dtype])
+        read_hidden(self.tables, ready_R, requests.num_tokens_R, x_RTD, blocks=BLOCKS)
+        rows_N, places_RTK, counts_G = pack(
+            requests.ids_RTK,
+            requests.layers_R,
+            requests.num_tokens_R,
+            self._groups_LE,
+            len(self._scales),
+        )
+        # the experts, where grouped GEMMs would be
+        scales_N = self._scales.repeat_interleave(counts_G)
+        x_ND = x_RTD.float().flatten(0, 1)[rows_N[: len(scales_N)].long() // spec.top_k]
+        if len(scales_N):
             work()
-        rows_ND = rows_RTD.view(-1, spec.hidden_size)
+        out = combine(
+            scales_N.unsqueeze(1) * x_ND,
+            places_RTK.flatten(0, 1),
+            requests.weights_RTK.flatten(0, 1),
+            per_expert=spec.combine == "exact",
+            num_tokens_S=requests.num_tokens_R,
+        )
+        rows_ND = out.to(DTYPES[spec.reply_dtype]).view(-1, spec.hidden_size)
         write_replies(
             self.tables,
             Answers(ready_R, requests.statuses_R, requests.num_tokens_R, rows_ND),
@@ -229,10 +237,3 @@ class DeviceServer:
         assert self._arrivals_R.tolist() == [0] * R
         answered: list[int] = requests.statuses_R[: int(num_ready)].tolist()
         return answered
-
-    def _hidden(self, entry: int, count: int) -> Tensor:
-        spec = self.spec
-        p, slot = divmod(entry, spec.slots)
-        at = spec.request_slot(slot) + spec.hidden_offset
-        shape = (count, spec.hidden_size)
-        return numbers_at(self._windows[p].requests, DTYPES[spec.wire_dtype], at, shape).float()

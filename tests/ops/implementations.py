@@ -13,6 +13,7 @@ import triton
 from torch_eaas.ops import (
     add_replies,
     gate,
+    read_hidden,
     read_requests,
     share_tokens,
     signal,
@@ -24,6 +25,7 @@ from torch_eaas.ops import (
 MODULES: tuple[ModuleType, ...] = (
     add_replies,
     gate,
+    read_hidden,
     read_requests,
     share_tokens,
     signal,

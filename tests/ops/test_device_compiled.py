@@ -13,6 +13,7 @@ from torch_eaas.ops import (
     add_replies,
     clock,
     gate,
+    read_hidden,
     read_requests,
     share_tokens,
     signal,
@@ -101,6 +102,13 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "read the clock": lambda: clock.launch(zeros(1)),
     "scan": launch_scan,
     "read requests": launch_read,
+    "read hidden": lambda: read_hidden.launch(
+        *(ServerTables.empty(P, S).pairs_PC, ServerTables.empty(P, S).book_3PS),
+        zeros(R, dtype=torch.int32),
+        zeros(R, dtype=torch.int32),
+        zeros(R, T, D, dtype=torch.bfloat16),
+        4,
+    ),
     # one kernel for all layers: none is compiled while another one spins
     "write requests": lambda: [
         launch_write_requests(torch.bfloat16, layer=layer) for layer in (0, 1, 3, 16)

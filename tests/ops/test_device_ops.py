@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from tests.ops.windowed import SPEC, Pair, client_of, numbers, server_of
-from torch_eaas.ops import clock, gate, read_requests, signal, slot_scan, write_replies
+from torch_eaas.ops import (
+    clock,
+    gate,
+    read_hidden,
+    read_requests,
+    signal,
+    slot_scan,
+    write_replies,
+)
 from torch_eaas.ops import write_requests as writes
 from torch_eaas.ops.write_replies import refusal_texts
 from torch_eaas.protocol.layout import Status
@@ -53,6 +61,16 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
             numbers(0, dtype=int32),
             numbers(0, 1, dtype=int32)[None],
             3,
+            2,
+        ),
+    ),
+    "read_hidden": (
+        read_hidden,
+        lambda: (
+            *server(),
+            numbers(0, -1, dtype=int32),
+            numbers(1, 0, dtype=int32),
+            torch.full((2, 3, SPEC.hidden_size), -77.0),
             2,
         ),
     ),

@@ -134,6 +134,24 @@ def _check_ids(groups_LE: Tensor, layer: int, ids_TK: Tensor) -> Status:
     return Status.OK
 
 
+def read_hidden_ref(
+    pairs_PC: Tensor,
+    book_3PS: Tensor,
+    ready_R: Tensor,
+    num_tokens_R: Tensor,
+    x_RTD: Tensor,
+    blocks: int,
+) -> None:
+    """Define ``read_hidden.read_hidden``."""
+    for r, count in enumerate(num_tokens_R.tolist()):
+        if count:
+            p, slot = divmod(int(ready_R[r]), book_3PS.shape[2])
+            pair, part_TD = PairMemory(pairs_PC, p), x_RTD[r, :count]
+            at = pair[Column.HIDDEN_OFFSET]
+            data = bytearray(pair.slot(Column.REQUESTS, slot, at, part_TD.nbytes))
+            part_TD.view(torch.uint8).view(-1).copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+
 def write_replies_ref(
     pairs_PC: Tensor,
     book_3PS: Tensor,
