@@ -12,6 +12,7 @@ import triton
 
 from torch_eaas.ops import (
     add_replies,
+    choose_replicas,
     gate,
     read_hidden,
     read_requests,
@@ -24,6 +25,7 @@ from torch_eaas.ops import (
 
 MODULES: tuple[ModuleType, ...] = (
     add_replies,
+    choose_replicas,
     gate,
     read_hidden,
     read_requests,

@@ -11,6 +11,7 @@ import torch
 from tests.ops.compiling import CAPABILITIES, Compiled, compiled
 from torch_eaas.ops import (
     add_replies,
+    choose_replicas,
     clock,
     gate,
     read_hidden,
@@ -87,6 +88,9 @@ def launch_write_replies(dtype: torch.dtype, rows_per_token: int) -> object:
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {
+    "choose replicas": lambda: choose_replicas.launch(
+        zeros(T, K, dtype=torch.int32), zeros(256, 2, dtype=torch.int32)
+    ),
     "share tokens": lambda: share_tokens.launch(
         zeros(T, K, dtype=torch.int32),
         zeros(T, K, dtype=torch.float32),

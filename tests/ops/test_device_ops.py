@@ -10,10 +10,13 @@ import torch
 
 from tests.ops.windowed import SPEC, Pair, client_of, numbers, server_of
 from torch_eaas.ops import (
+    add_replies,
+    choose_replicas,
     clock,
     gate,
     read_hidden,
     read_requests,
+    share_tokens,
     signal,
     slot_scan,
     write_replies,
@@ -47,6 +50,36 @@ def shares() -> tuple[torch.Tensor, ...]:
 
 CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "close_gate": (gate, lambda: (numbers(1), numbers(0))),
+    "choose_replicas": (
+        choose_replicas,
+        lambda: (
+            numbers(0, 2, dtype=int32)[None],
+            numbers(1, 0, 1, 0, 1, -1, dtype=int32).view(3, 2),
+        ),
+    ),
+    "share_tokens": (
+        share_tokens,
+        # every token is everybody's, so no output has a place that is left as it was
+        lambda: (
+            numbers(0, 1, 1, 0, dtype=int32).view(2, 2),
+            torch.ones(2, 2),
+            numbers(0, 1, dtype=int32),
+            numbers(0),
+            2,
+        ),
+    ),
+    "add_replies": (
+        add_replies,
+        lambda: (
+            *client()[:2],
+            numbers(0, -1, -1, -1, dtype=int32).view(2, 2),
+            numbers(0),
+            torch.ones(2, SPEC.hidden_size),
+            None,
+            None,
+            False,
+        ),
+    ),
     "wait_words": (
         signal,
         lambda: (*client(), numbers(1, 0, dtype=int32), numbers(0), numbers(0), 10**8, 2, False),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from enum import IntEnum
 
 import torch
@@ -187,3 +188,17 @@ def add_replies_ref(
                     row = int(places_PT[pair, token]) * exact_ids_TK.shape[1] + k
                     total_TD[token] += row_of(pair, row)
     return (total_TD + add_TD.float()).to(add_TD.dtype)
+
+
+def choose_replicas_ref(ids_TK: Tensor, holders_EH: Tensor) -> Tensor:
+    """Define ``choose_replicas.choose_replicas``."""
+    present = set(ids_TK.flatten().tolist())
+    numbers: Counter[int] = Counter()
+    pairs = []
+    for expert, row in enumerate(holders_EH.tolist()):
+        holders = [pair for pair in row if pair >= 0]
+        first = holders[0] if holders else -1
+        turn = numbers[first] % len(holders) if holders and expert in present else 0
+        numbers[first] += expert in present
+        pairs.append(holders[turn] if holders else -1)
+    return torch.tensor(pairs, dtype=torch.int32)

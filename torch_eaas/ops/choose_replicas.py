@@ -1,0 +1,134 @@
+"""The client chooses, on the GPU, which holder of each expert serves this batch.
+
+At decode sizes a server's time is the number of distinct experts that it must read, not of tokens.
+So a batch's experts are dealt out: those that would first go to the same pair go round its and
+their other holders in turn. A host-driven client gives each to the holder that has least so far,
+one after the other; a GPU would wait for each step of that, and here all experts choose at once.
+
+Shape suffixes: see ``pair_table``; E experts of a layer, H holders of an expert at most.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_eaas.errors import ConfigError
+from torch_eaas.ops.launching import check_tensor, define_op, on_device
+from torch_eaas.ops.reference_client import choose_replicas_ref
+
+MAX_EXPERTS = 1024
+_IDS = 1024
+_OTHERS = 32
+
+
+def choose_replicas(ids_TK: Tensor, holders_EH: Tensor) -> Tensor:
+    """Choose one pair for each expert of a layer.
+
+    Args:
+        ids_TK: The batch's expert ids, ``(T, K)`` int32, -1 for none.
+        holders_EH: The pairs that may serve each expert, ``(E, H)`` int32, filled up with -1. The
+            host writes them between replays: without the dead, without suspects where others hold
+            it too, and each begins with another one, so that clients spread.
+
+    Returns:
+        The pair of each expert, ``(E,)`` int32, -1 where there is none. For experts that are not in
+        the batch it is the first holder.
+
+    Raises:
+        ConfigError: Another dtype, shape or layout, or more than ``MAX_EXPERTS`` experts.
+
+    Example:
+        Experts 0, 1 and 2 may go to pairs ``[[5, 6], [5, 6], [5, -1]]``. With all in the batch, 0
+        goes to 5, 1 to 6 and 2 to 5; without 0, expert 1 goes to 5.
+    """
+    check_tensor("ids_TK", ids_TK, (torch.int32,), 2)
+    check_tensor("holders_EH", holders_EH, (torch.int32,), 2)
+    if not 1 <= len(holders_EH) <= MAX_EXPERTS or not holders_EH.shape[1]:
+        raise ConfigError(
+            f"holders_EH must name at least one holder of 1 to {MAX_EXPERTS} experts, got shape "
+            f"{tuple(holders_EH.shape)}"
+        )
+    pairs_E: Tensor = _op(ids_TK, holders_EH)
+    return pairs_E
+
+
+def launch(ids_TK: Tensor, holders_EH: Tensor) -> Tensor:
+    """Run the kernel: one block."""
+    experts, holders = holders_EH.shape
+    pairs_E = _fake(ids_TK, holders_EH)
+    with on_device(ids_TK):
+        _choose_kernel[(1,)](
+            ids_TK,
+            holders_EH,
+            pairs_E,
+            torch.empty_like(pairs_E),
+            ids_TK.numel(),
+            experts,
+            holders,
+            EXPERTS=triton.next_power_of_2(experts),
+            IDS=_IDS,
+            OTHERS=_OTHERS,
+            num_warps=8,
+        )
+    return pairs_E
+
+
+def _fake(ids_TK: Tensor, holders_EH: Tensor) -> Tensor:
+    return holders_EH.new_empty(len(holders_EH))
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_experts", "num_holders"])
+def _choose_kernel(
+    ids_TK: tl.tensor,
+    holders_EH: tl.tensor,
+    pairs_E: tl.tensor,
+    present_E: tl.tensor,
+    num_ids: tl.tensor,
+    num_experts: tl.tensor,
+    num_holders: tl.tensor,
+    EXPERTS: tl.constexpr,
+    IDS: tl.constexpr,
+    OTHERS: tl.constexpr,
+) -> None:
+    """Mark the batch's experts, number those that begin with the same pair, and deal them out."""
+    expert = tl.arange(0, EXPERTS)
+    is_expert = expert < num_experts
+    tl.store(present_E + expert, tl.zeros((EXPERTS,), tl.int32), mask=is_expert)
+    tl.debug_barrier()
+    for start in range(0, num_ids, IDS):
+        at = start + tl.arange(0, IDS)
+        ids = tl.load(ids_TK + at, mask=at < num_ids, other=-1)
+        is_id = (ids >= 0) & (ids < num_experts)
+        tl.store(present_E + ids, tl.full((IDS,), 1, tl.int32), mask=is_id)
+    tl.debug_barrier()
+
+    first = tl.load(holders_EH + expert * num_holders, mask=is_expert, other=-1)
+    number = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, num_experts, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        is_other = other < num_experts
+        its_first = tl.load(holders_EH + other * num_holders, mask=is_other, other=-1)
+        is_present = tl.load(present_E + other, mask=is_other, other=0)
+        is_before = (other[None, :] < expert[:, None]) & (its_first[None, :] == first[:, None])
+        number += tl.sum(tl.where(is_before, is_present[None, :], 0), axis=1)
+
+    count = tl.zeros((EXPERTS,), tl.int32)
+    for h in range(num_holders):
+        holder = tl.load(holders_EH + expert * num_holders + h, mask=is_expert, other=-1)
+        count += (holder >= 0).to(tl.int32)
+    turn = number % tl.maximum(count, 1)
+    is_here = tl.load(present_E + expert, mask=is_expert, other=0) > 0
+    turn = tl.where(is_here, turn, 0)
+    pair = tl.load(holders_EH + expert * num_holders + turn, mask=is_expert, other=-1)
+    tl.store(pairs_E + expert, pair, mask=is_expert)
+
+
+_op = define_op(
+    "choose_replicas(Tensor ids_TK, Tensor holders_EH) -> Tensor",
+    kernel=launch,
+    twin=choose_replicas_ref,
+    fake=_fake,
+)
