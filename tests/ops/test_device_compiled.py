@@ -89,7 +89,7 @@ def launch_write_replies(dtype: torch.dtype, rows_per_token: int) -> object:
 
 LAUNCHES: dict[str, Callable[[], object]] = {
     "choose replicas": lambda: choose_replicas.launch(
-        zeros(T, K, dtype=torch.int32), zeros(256, 2, dtype=torch.int32)
+        zeros(T, K, dtype=torch.int32), zeros(256, 2, dtype=torch.int32), P
     ),
     "share tokens": lambda: share_tokens.launch(
         zeros(T, K, dtype=torch.int32),

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
         lambda: (
             numbers(0, 2, dtype=int32)[None],
             numbers(1, 0, 1, 0, 1, -1, dtype=int32).view(3, 2),
+            2,
         ),
     ),
     "share_tokens": (

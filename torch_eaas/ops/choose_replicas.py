@@ -1,9 +1,9 @@
 """The client chooses, on the GPU, which holder of each expert serves this batch.
 
 At decode sizes a server's time is the number of distinct experts that it must read, not of tokens.
-So a batch's experts are dealt out: those that would first go to the same pair go round its and
-their other holders in turn. A host-driven client gives each to the holder that has least so far,
-one after the other; a GPU would wait for each step of that, and here all experts choose at once.
+So the experts of a batch are given out one after the other, each to the holder that has the fewest
+so far: the choice of a host-driven client, expert by expert. One warp does it, since each choice
+waits for the one before; it goes through the experts of the batch, not through all of the layer.
 
 Shape suffixes: see ``pair_table``; E experts of a layer, H holders of an expert at most.
 """
@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_eaas.config import check_at_least
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.launching import check_tensor, define_op, on_device
 from torch_eaas.ops.reference_client import choose_replicas_ref
 
 MAX_EXPERTS = 1024
 _IDS = 1024
-_OTHERS = 32
 
 
-def choose_replicas(ids_TK: Tensor, holders_EH: Tensor) -> Tensor:
+def choose_replicas(ids_TK: Tensor, holders_EH: Tensor, num_pairs: int) -> Tensor:
     """Choose one pair for each expert of a layer.
 
     Args:
@@ -32,6 +32,7 @@ def choose_replicas(ids_TK: Tensor, holders_EH: Tensor) -> Tensor:
         holders_EH: The pairs that may serve each expert, ``(E, H)`` int32, filled up with -1. The
             host writes them between replays: without the dead, without suspects where others hold
             it too, and each begins with another one, so that clients spread.
+        num_pairs: P.
 
     Returns:
         The pair of each expert, ``(E,)`` int32, -1 where there is none. For experts that are not in
@@ -46,37 +47,41 @@ def choose_replicas(ids_TK: Tensor, holders_EH: Tensor) -> Tensor:
     """
     check_tensor("ids_TK", ids_TK, (torch.int32,), 2)
     check_tensor("holders_EH", holders_EH, (torch.int32,), 2)
+    check_at_least("num_pairs", num_pairs, 1)
     if not 1 <= len(holders_EH) <= MAX_EXPERTS or not holders_EH.shape[1]:
         raise ConfigError(
             f"holders_EH must name at least one holder of 1 to {MAX_EXPERTS} experts, got shape "
             f"{tuple(holders_EH.shape)}"
         )
-    pairs_E: Tensor = _op(ids_TK, holders_EH)
+    pairs_E: Tensor = _op(ids_TK, holders_EH, num_pairs)
     return pairs_E
 
 
-def launch(ids_TK: Tensor, holders_EH: Tensor) -> Tensor:
-    """Run the kernel: one block."""
+def launch(ids_TK: Tensor, holders_EH: Tensor, num_pairs: int) -> Tensor:
+    """Run the kernel: one warp."""
     experts, holders = holders_EH.shape
-    pairs_E = _fake(ids_TK, holders_EH)
+    pairs_E = _fake(ids_TK, holders_EH, num_pairs)
+    present_E, active_E = torch.empty_like(pairs_E), torch.empty_like(pairs_E)
     with on_device(ids_TK):
         _choose_kernel[(1,)](
             ids_TK,
             holders_EH,
             pairs_E,
-            torch.empty_like(pairs_E),
+            present_E,
+            active_E,
             ids_TK.numel(),
             experts,
             holders,
             EXPERTS=triton.next_power_of_2(experts),
+            HOLDERS=triton.next_power_of_2(holders),
+            PAIRS=triton.next_power_of_2(num_pairs),
             IDS=_IDS,
-            OTHERS=_OTHERS,
-            num_warps=8,
+            num_warps=1,
         )
     return pairs_E
 
 
-def _fake(ids_TK: Tensor, holders_EH: Tensor) -> Tensor:
+def _fake(ids_TK: Tensor, holders_EH: Tensor, num_pairs: int) -> Tensor:
     return holders_EH.new_empty(len(holders_EH))
 
 
@@ -86,14 +91,16 @@ def _choose_kernel(
     holders_EH: tl.tensor,
     pairs_E: tl.tensor,
     present_E: tl.tensor,
+    active_E: tl.tensor,
     num_ids: tl.tensor,
     num_experts: tl.tensor,
     num_holders: tl.tensor,
     EXPERTS: tl.constexpr,
+    HOLDERS: tl.constexpr,
+    PAIRS: tl.constexpr,
     IDS: tl.constexpr,
-    OTHERS: tl.constexpr,
 ) -> None:
-    """Mark the batch's experts, number those that begin with the same pair, and deal them out."""
+    """Mark the batch's experts, list them, and give them out in order."""
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
     tl.store(present_E + expert, tl.zeros((EXPERTS,), tl.int32), mask=is_expert)
@@ -104,30 +111,29 @@ def _choose_kernel(
         is_id = (ids >= 0) & (ids < num_experts)
         tl.store(present_E + ids, tl.full((IDS,), 1, tl.int32), mask=is_id)
     tl.debug_barrier()
-
+    present = tl.load(present_E + expert, mask=is_expert, other=0)
+    tl.store(active_E + tl.cumsum(present, axis=0) - present, expert, mask=present > 0)
     first = tl.load(holders_EH + expert * num_holders, mask=is_expert, other=-1)
-    number = tl.zeros((EXPERTS,), tl.int32)
-    for start in range(0, num_experts, OTHERS):
-        other = start + tl.arange(0, OTHERS)
-        is_other = other < num_experts
-        its_first = tl.load(holders_EH + other * num_holders, mask=is_other, other=-1)
-        is_present = tl.load(present_E + other, mask=is_other, other=0)
-        is_before = (other[None, :] < expert[:, None]) & (its_first[None, :] == first[:, None])
-        number += tl.sum(tl.where(is_before, is_present[None, :], 0), axis=1)
+    tl.store(pairs_E + expert, first, mask=is_expert)
+    tl.debug_barrier()
 
-    count = tl.zeros((EXPERTS,), tl.int32)
-    for h in range(num_holders):
-        holder = tl.load(holders_EH + expert * num_holders + h, mask=is_expert, other=-1)
-        count += (holder >= 0).to(tl.int32)
-    turn = number % tl.maximum(count, 1)
-    is_here = tl.load(present_E + expert, mask=is_expert, other=0) > 0
-    turn = tl.where(is_here, turn, 0)
-    pair = tl.load(holders_EH + expert * num_holders + turn, mask=is_expert, other=-1)
-    tl.store(pairs_E + expert, pair, mask=is_expert)
+    holder = tl.arange(0, HOLDERS)
+    pair = tl.arange(0, PAIRS)
+    loads = tl.zeros((PAIRS,), tl.int32)
+    for i in range(tl.sum(present, axis=0)):
+        active = tl.load(active_E + i)
+        row = holders_EH + active * num_holders + holder
+        holders = tl.load(row, mask=holder < num_holders, other=-1)
+        is_its = holders[:, None] == pair[None, :]
+        its_loads = tl.sum(tl.where(is_its, loads[None, :], 0), axis=1)
+        best = tl.argmin(tl.where(holders >= 0, its_loads, 1 << 30), axis=0)
+        chosen = tl.sum(tl.where(holder == best, holders, 0), axis=0)
+        loads += (pair == chosen).to(tl.int32)
+        tl.store(pairs_E + active, chosen)
 
 
 _op = define_op(
-    "choose_replicas(Tensor ids_TK, Tensor holders_EH) -> Tensor",
+    "choose_replicas(Tensor ids_TK, Tensor holders_EH, int num_pairs) -> Tensor",
     kernel=launch,
     twin=choose_replicas_ref,
     fake=_fake,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from enum import IntEnum
 
 import torch
@@ -190,15 +189,15 @@ def add_replies_ref(
     return (total_TD + add_TD.float()).to(add_TD.dtype)
 
 
-def choose_replicas_ref(ids_TK: Tensor, holders_EH: Tensor) -> Tensor:
+def choose_replicas_ref(ids_TK: Tensor, holders_EH: Tensor, num_pairs: int) -> Tensor:
     """Define ``choose_replicas.choose_replicas``."""
     present = set(ids_TK.flatten().tolist())
-    numbers: Counter[int] = Counter()
+    loads = [0] * num_pairs
     pairs = []
     for expert, row in enumerate(holders_EH.tolist()):
-        holders = [pair for pair in row if pair >= 0]
-        first = holders[0] if holders else -1
-        turn = numbers[first] % len(holders) if holders and expert in present else 0
-        numbers[first] += expert in present
-        pairs.append(holders[turn] if holders else -1)
+        holders = [pair for pair in row if pair >= 0] or [-1]
+        pair = min(holders, key=loads.__getitem__) if expert in present else holders[0]
+        if expert in present and pair >= 0:
+            loads[pair] += 1
+        pairs.append(pair)
     return torch.tensor(pairs, dtype=torch.int32)
