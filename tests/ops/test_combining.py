@@ -24,7 +24,12 @@ SIZES = [
     pytest.param(63, 2, 64, id="63 tokens"),
     pytest.param(5, 8, 129, id="eight experts, 129 columns"),
     pytest.param(3, 3, 1030, id="1030 columns, two blocks"),
+    pytest.param(64, 1, 65, id="64 tokens"),
     pytest.param(65, 1, 127, id="65 tokens"),
+    pytest.param(127, 1, 128, id="127 tokens"),
+    pytest.param(128, 1, 1, id="128 tokens"),
+    pytest.param(129, 1, 63, id="129 tokens"),
+    pytest.param(300, 1, 3, id="300 tokens"),
 ]
 
 

@@ -29,6 +29,7 @@ COUNTS = [
     pytest.param([1] * 64, id="all of 64, one row each"),
     pytest.param([129] + [0] * 64, id="first of 65 only"),
     pytest.param([0] * 126 + [1], id="last of 127 only"),
+    pytest.param([0] * 127 + [300], id="last of 128 only"),
     pytest.param([127, 128, 129] * 43, id="all of 129, at the edge of a tile"),
     pytest.param([2 if g else 6000 for g in range(64)], id="one expert has 98 %"),
     pytest.param(random_counts(300), id="random of 300"),

@@ -52,6 +52,13 @@ def pack(
         ``groups=[[0, 1], [2, -1]]`` give ``rows=[1, 0, 2, -1]``, ``places=[[[1, 0]], [[2, -1]]]``
         and ``counts=[1, 1, 1]``.
     """
+    _check(ids_STK, layers_S, num_tokens_S, groups_LE)
+    check_at_least("num_groups", num_groups, 0)
+    rows_R, places_STK, counts_G = _op(ids_STK, layers_S, num_tokens_S, groups_LE, num_groups)
+    return rows_R, places_STK, counts_G
+
+
+def _check(ids_STK: Tensor, layers_S: Tensor, num_tokens_S: Tensor, groups_LE: Tensor) -> None:
     for name, tensor, ndim in (
         ("ids_STK", ids_STK, 3),
         ("layers_S", layers_S, 1),
@@ -69,9 +76,6 @@ def pack(
         raise ConfigError(
             f"ids_STK must have at most 2**30 rows, got {ids_STK.numel()}; pack fewer slots at once"
         )
-    check_at_least("num_groups", num_groups, 0)
-    rows_R, places_STK, counts_G = _op(ids_STK, layers_S, num_tokens_S, groups_LE, num_groups)
-    return rows_R, places_STK, counts_G
 
 
 def launch(
