@@ -186,6 +186,9 @@ def test_a_request_is_read_after_its_word_was_acquired_and_each_field_once(capab
     fields = places(kernel, VOLATILE)
     assert word < min(fields)
     assert any(word < barrier < min(fields) for barrier in places(kernel, BARRIER))
+    # what is checked is the copy: all threads load what one of them stored
+    header = fields[: len(REQUEST_FIELDS)]
+    assert any(header[-1] < barrier < fields[len(header)] for barrier in places(kernel, BARRIER))
     # behind the header come the ids: 1024 of them, by the 128 threads of a block
     assert len(fields) == len(REQUEST_FIELDS) + 1024 // 128
     assert kernel.count(r"\batom\.") == 0

@@ -53,6 +53,7 @@ _EXPIRED = tl.constexpr(int(Status.EXPIRED))
 _STALE = tl.constexpr(int(Status.STALE))
 
 _BLOCK = 1024
+"""Ids that a block loads at once: at least one a thread, so that no two threads load the same."""
 
 
 class Requests(NamedTuple):
@@ -132,7 +133,7 @@ def launch(
             *groups_LE.shape,
             max_tokens,
             TOP_K=top_k,
-            BLOCK=min(_BLOCK, triton.next_power_of_2(max_tokens * top_k)),
+            BLOCK=_BLOCK,
         )
     return outputs
 
@@ -198,22 +199,24 @@ def _read_kernel(
 
         slot_at = request_slot_at(pairs_PC, pair, slot)
         weights_at = slot_at + of_pair(pairs_PC, pair, WEIGHTS_OFFSET)
-        instance = load_8(slot_at + REQUEST_INSTANCE)
-        epoch = load_8(slot_at + REQUEST_EPOCH)
-        sequence = load_8(slot_at + REQUEST_SEQUENCE)
-        budget_us = load_8(slot_at + REQUEST_BUDGET)
-        layer = load_4(slot_at + REQUEST_LAYER)
-        num_tokens = load_4(slot_at + REQUEST_TOKENS)
-        flags = load_4(slot_at + REQUEST_FLAGS)
-        fields_F = headers_RF + request * _FIELDS
-        tl.store(fields_F + 0, instance)
-        tl.store(fields_F + 1, epoch)
-        tl.store(fields_F + 2, sequence)
-        tl.store(fields_F + 3, load_8(slot_at + REQUEST_VERSION))
-        tl.store(fields_F + 4, budget_us)
-        tl.store(fields_F + 5, layer)
-        tl.store(fields_F + 6, num_tokens)
-        tl.store(fields_F + 7, flags)
+        header_F = headers_RF + request * _FIELDS
+        tl.store(header_F + 0, load_8(slot_at + REQUEST_INSTANCE))
+        tl.store(header_F + 1, load_8(slot_at + REQUEST_EPOCH))
+        tl.store(header_F + 2, load_8(slot_at + REQUEST_SEQUENCE))
+        tl.store(header_F + 3, load_8(slot_at + REQUEST_VERSION))
+        tl.store(header_F + 4, load_8(slot_at + REQUEST_BUDGET))
+        tl.store(header_F + 5, load_4(slot_at + REQUEST_LAYER))
+        tl.store(header_F + 6, load_4(slot_at + REQUEST_TOKENS))
+        tl.store(header_F + 7, load_4(slot_at + REQUEST_FLAGS))
+        # each thread has loaded for itself: the copy is what one of them stored
+        tl.debug_barrier()
+        instance = tl.load(header_F + 0)
+        epoch = tl.load(header_F + 1)
+        sequence = tl.load(header_F + 2)
+        budget_us = tl.load(header_F + 4)
+        layer = tl.load(header_F + 5)
+        num_tokens = tl.load(header_F + 6)
+        flags = tl.load(header_F + 7)
 
         is_late = is_newer(tl.load(now) - tl.load(since_PS), budget_us)
         limit = tl.minimum(of_pair(pairs_PC, pair, MAX_TOKENS), max_tokens)

@@ -182,7 +182,7 @@ def _look(
 def _read_header(
     pairs_PC: tl.tensor, pair: tl.tensor, slot: tl.tensor, reply_F: tl.tensor
 ) -> tl.tensor:
-    """Copy a reply's header out of the window once, and return what the copy says."""
+    """Copy a reply's header out of the window, each field once, and return what it says."""
     at = reply_slot_at(pairs_PC, pair, slot)
     instance = load_8(at + REPLY_INSTANCE)
     epoch = load_8(at + REPLY_EPOCH)

@@ -139,13 +139,15 @@ def _scan_kernel(
     taken_PS = since_PS + num_pairs * num_slots
     seen = tl.load(seen_PS, mask=is_slot, other=0)
     taken = tl.load(taken_PS, mask=is_slot, other=0)
+    # several threads may load the same word, and not all of them may find it new
     is_new = is_newer(word, seen) & is_slot
     scanned = tl.load(scanned_P + pair, mask=is_open, other=0)
     tl.store(seen_PS, word, mask=is_new)
     tl.store(since_PS, tl.broadcast_to(scanned[:, None], word.shape), mask=is_new)
     tl.store(scanned_P + pair, tl.broadcast_to(tl.load(now), pair.shape), mask=is_open)
-    seen = tl.where(is_new, word, seen)
-
+    # from here on all threads know the same
+    tl.debug_barrier()
+    seen = tl.load(seen_PS, mask=is_slot, other=0)
     is_ready = (is_newer(seen, taken) & is_slot).to(tl.int32)
     rank = tl.cumsum(is_ready, axis=1) - is_ready
     count = tl.sum(is_ready, axis=1)
