@@ -147,6 +147,22 @@ def test_a_wait_under_way_sees_the_word_that_another_thread_stores() -> None:
     thread.join(10)
 
 
+def test_a_wait_under_way_ends_when_another_one_gives_up() -> None:
+    tables = client_of([Pair()], [0])
+    tables.words_PS[:] = 0x101
+    abort = numbers(0)
+
+    def give_up() -> None:
+        time.sleep(0.05)
+        abort.fill_(1)
+
+    thread = threading.Thread(target=give_up)
+    thread.start()
+    # a wait for the whole budget would take hours
+    assert wait(tables, [1], abort=abort, looks=10**9)[0] == [ABORTED]
+    thread.join(10)
+
+
 def test_a_slot_is_free_once_its_last_request_is_answered_whoever_reads_the_answer() -> None:
     pairs: list[Pair | None] = [Pair() for _ in range(4)]
     tables = client_of(pairs, [0, 1, 2, 3])

@@ -51,7 +51,7 @@ def wait_words_ref(
     looks: int,
     for_free: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Define ``signal.wait_replies`` and ``wait_free``; the waits begin together."""
+    """Define ``signal.wait_replies`` and ``wait_free``; here one pair waits after the other."""
     waited_P = torch.zeros_like(counts_P)
     replies_PF = pairs_PC.new_zeros((len(pairs_PC), len(REPLY_FIELDS)))
     deadline = time.monotonic() + timeout_us / 1e6
@@ -85,7 +85,7 @@ def wait_words_ref(
 
 
 def close_gate_ref(abort: Tensor, gate: Tensor) -> None:
-    """Define ``signal.close_gate``."""
+    """Define ``gate.close_gate``."""
     gate.copy_(abort)
 
 

@@ -29,7 +29,7 @@ _LONGEST_TIME = (1 << 32) - 1
 
 
 def read_clock_ref(now: Tensor) -> None:
-    """Define ``signal.read_clock``."""
+    """Define ``clock.read_clock``."""
     now.fill_(time.monotonic_ns() // 1000)
 
 
