@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.implementations import implementation
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.choose_replicas import choose_replicas
 from torch_eaas.placement import Placement, ServerInfo, share
 from torch_eaas.routing import LayerRoutes
-
-__all__ = ["implementation"]
 
 pytestmark = pytest.mark.usefixtures("implementation", "poisoned_empty")
 

@@ -7,15 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.implementations import implementation
 from tests.ops.windowed import Pair, client_of, numbers
 from torch_eaas.client_pieces import split
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.add_replies import add_replies
 from torch_eaas.ops.share_tokens import share_tokens
 from torch_eaas.protocol.layout import HEADER_BYTES, PairSpec
-
-__all__ = ["implementation"]
 
 pytestmark = pytest.mark.usefixtures("implementation", "poisoned_empty")
 

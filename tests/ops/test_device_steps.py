@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.ops.device_ends import DeviceServer, Windows
-from tests.ops.implementations import implementation
 from tests.ops.windowed import Pair, client_of, numbers
 from torch_eaas.ops.add_replies import add_replies
 from torch_eaas.ops.gate import close_gate
@@ -20,8 +19,6 @@ from torch_eaas.ops.share_tokens import share_tokens
 from torch_eaas.ops.signal import Waited, wait_free, wait_replies
 from torch_eaas.ops.write_requests import write_requests
 from torch_eaas.protocol.layout import PairSpec
-
-__all__ = ["implementation"]
 
 T, D, K, E = 3, 4, 2, 4
 SPEC = PairSpec(hidden_size=D, top_k=K, slots=2, max_tokens=T)

@@ -11,13 +11,10 @@ import torch
 from typing_extensions import override
 
 from tests.ops.device_ends import DeviceClient, DeviceServer, Part, Windows
-from tests.ops.implementations import implementation
 from tests.protocol.record_traces import CLIENT, SCRIPTS, TRACES, E, Exchange
 from torch_eaas.ops.signal import Waited
 from torch_eaas.protocol.layout import HEADER_BYTES, Status
 from torch_eaas.protocol.slots import ClientSlots
-
-__all__ = ["implementation"]
 
 FIRST_BUDGET_US, BUDGET_US = 60_000_000, 1_000_000
 HERE = 1

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.implementations import implementation
 from tests.ops.windowed import Pair, numbers
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import ServerTables
 from torch_eaas.ops.read_hidden import read_hidden
 from torch_eaas.protocol.layout import PairSpec
-
-__all__ = ["implementation"]
 
 pytestmark = pytest.mark.usefixtures("implementation")
 

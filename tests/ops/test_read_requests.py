@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.implementations import implementation
 from tests.ops.windowed import SPEC, Pair, numbers, server_of
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import ServerTables, signed
 from torch_eaas.ops.read_requests import Requests, read_requests
 from torch_eaas.protocol.layout import Status
-
-__all__ = ["implementation"]
 
 pytestmark = pytest.mark.usefixtures("implementation", "poisoned_empty")
 

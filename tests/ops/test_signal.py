@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.implementations import implementation
 from tests.ops.windowed import Pair, client_of, numbers
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.gate import close_gate
@@ -17,8 +16,6 @@ from torch_eaas.ops.pair_table import ClientTables
 from torch_eaas.ops.signal import Waited, wait_free, wait_replies
 from torch_eaas.protocol.layout import Status
 from torch_eaas.protocol.words import MAX_SEQUENCE
-
-__all__ = ["implementation"]
 
 pytestmark = pytest.mark.usefixtures("implementation", "poisoned_empty")
 

@@ -7,15 +7,12 @@ import random
 import pytest
 import torch
 
-from tests.ops.implementations import implementation
 from tests.ops.windowed import SPEC, Pair, numbers, server_of
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import ServerTables, signed
 from torch_eaas.ops.slot_scan import scan_slots
 from torch_eaas.protocol.slots import ServerSlots
 from torch_eaas.protocol.words import MAX_SEQUENCE
-
-__all__ = ["implementation"]
 
 pytestmark = pytest.mark.usefixtures("implementation", "poisoned_empty")
 

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.implementations import implementation
 from tests.ops.windowed import Pair, client_of, numbers, server_of
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import FREE_ROW, ClientTables, Column, pair_row, signed, unsigned
 from torch_eaas.ops.write_replies import Answers, refusal_texts, write_replies
 from torch_eaas.ops.write_requests import Shares, write_requests
 from torch_eaas.protocol.layout import HEADER_BYTES, REPLY_HEADER, PairSpec, Status
-
-__all__ = ["implementation"]
 
 pytestmark = pytest.mark.usefixtures("implementation", "poisoned_empty")
 
