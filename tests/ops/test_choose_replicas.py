@@ -49,7 +49,7 @@ def routes(num_experts: int, num_servers: int, copies: int) -> LayerRoutes:
     return LayerRoutes(placement, 0, num_experts, open_servers=names, suspects=(), salt=77)
 
 
-@pytest.mark.parametrize(("num_tokens", "copies"), [(1, 2), (4, 3), (32, 2)], ids=str)
+@pytest.mark.parametrize(("num_tokens", "copies"), [(1, 2), (4, 3), (9, 2)], ids=str)
 def test_every_expert_of_the_batch_goes_where_a_host_driven_client_would_send_it(
     num_tokens: int, copies: int
 ) -> None:

@@ -22,7 +22,6 @@ from torch_eaas.protocol.layout import PairSpec
 
 T, D, K, E = 3, 4, 2, 4
 SPEC = PairSpec(hidden_size=D, top_k=K, slots=2, max_tokens=T)
-POSITIONS = 2
 LOOKS = 3
 LONG_US = 10**8
 
@@ -57,15 +56,15 @@ class Step:
         self.pairs_LE = torch.tensor([[0, 0, 1, 1]] * num_layers, dtype=int32)
         self.abort, self._gate = numbers(0), numbers(0)
         self._arrivals_P = numbers(0, 0, dtype=int32)
-        self.kept = torch.zeros(num_layers, POSITIONS, T, D)
+        self.kept = torch.zeros(num_layers, T, D)
         self.waits: list[list[int]] = []
 
-    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, position: int) -> Tensor:
+    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Run every launch, whatever becomes of it; what counts is the abort word at the end."""
         self.abort.zero_()
         self.waits = []
         for layer in range(self.num_layers):
-            self.kept[layer, position] = x_TD
+            self.kept[layer] = x_TD
             x_TD = self._moe(layer, x_TD, ids_TK, weights_TK)
         return x_TD
 
@@ -114,14 +113,11 @@ def test_a_server_that_dies_at_layer_3_costs_one_wait_and_the_replayed_step_is_t
 ) -> None:
     num_layers = num_layers_of(implementation)
     undisturbed = Step(Cluster(num_layers), num_layers)
-    expected_TD = [undisturbed.run(*inputs(), position) for position in range(POSITIONS)]
+    expected_TD = undisturbed.run(*inputs())
     assert undisturbed.waits == [[Waited.ARRIVED, Waited.ARRIVED]] * num_layers
 
     cluster = Cluster(num_layers)
     step = Step(cluster, num_layers)
-    first_TD = step.run(*inputs(), 0)
-    assert torch.equal(first_TD, expected_TD[0])
-
     # it dies while it has layer 3's request
     serve, served = cluster.serve, []
 
@@ -131,22 +127,21 @@ def test_a_server_that_dies_at_layer_3_costs_one_wait_and_the_replayed_step_is_t
         serve()
 
     cluster.serve = serve_until_layer_3  # type: ignore[method-assign]  # the planned fault
-    words_PS = step.tables.words_PS.clone()
-    step.run(*inputs(), 1)
+    step.run(*inputs())
     assert step.abort.tolist() == [1]
     arrived, nothing = [Waited.ARRIVED] * 2, [Waited.NOTHING] * 2
     assert step.waits[:3] == [arrived] * 3
     assert step.waits[3] == [Waited.ARRIVED, Waited.TIMED_OUT]
     assert step.waits[4:] == [nothing] * (num_layers - 4)
     # four requests went out, and not one behind the layer that failed
-    assert ((step.tables.words_PS - words_PS) >> 8)[:, 0].tolist() == [4, 4]
+    assert (step.tables.words_PS >> 8)[:, 0].tolist() == [4, 4]
 
     # the host gives the dead one's experts to the other, and runs the same step again
     step.pairs_LE.fill_(0)
-    again_TD = step.run(*inputs(), 1)
+    again_TD = step.run(*inputs())
     assert step.abort.tolist() == [0]
     assert step.waits == [[Waited.ARRIVED, Waited.NOTHING]] * num_layers
-    assert torch.equal(again_TD, expected_TD[1])
+    assert torch.equal(again_TD, expected_TD)
     assert torch.equal(step.kept, undisturbed.kept)
 
 
@@ -154,13 +149,13 @@ def test_a_server_that_dies_at_layer_3_costs_one_wait_and_the_replayed_step_is_t
 def test_a_server_that_comes_back_in_a_new_window_is_used_without_another_launch() -> None:
     cluster = Cluster(2)
     step = Step(cluster, 2)
-    expected_TD = step.run(*inputs(), 0)
+    expected_TD = step.run(*inputs())
     # a new life: another pair of windows, a higher epoch, words from the beginning
     pair = Pair(instance=9, epoch=2, spec=SPEC)
     cluster.servers[1].open(0, Windows(pair.requests, pair.replies, 9, 2))
     step.tables.pairs_PC[1] = pair.row
     step.tables.words_PS[1] = 0
     before = bytes(cluster.pairs[1].requests)
-    assert torch.equal(step.run(*inputs(), 0), expected_TD)
+    assert torch.equal(step.run(*inputs()), expected_TD)
     assert bytes(cluster.pairs[1].requests) == before
     assert step.tables.words_PS[:, 0].tolist() == [0x401, 0x201]
