@@ -1,4 +1,4 @@
-"""The kernels, in the interpreter, against real host-driven ends in other processes.
+"""A device client, its kernels in the interpreter, against real host-driven servers in processes.
 
 Windows are ``shared_memory``'s own, opened by the real handshake; one end knows nothing of the
 other but their bytes.
@@ -7,38 +7,28 @@ other but their bytes.
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import platform
 import signal
 import subprocess
-import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import pytest
 import torch
 
-from tests.ops.device_ends import DeviceClient, DeviceServer, Part, Windows
-from tests.ops.host_end import FORGER, SPEC, TIMEOUT_S, answer_of, open_by_hand, script
+from tests.ops.device_ends import DeviceClient, Part, Windows
+from tests.ops.host_end import SPEC, TIMEOUT_S, answer_of, open_by_hand, script
 from tests.ops.implementations import use_kernels
+from tests.ops.processes import host_end, needs_x86, told
 from tests.protocol.record_traces import CLIENT, LAYERS, D, E, K, ScalingExperts
 from torch_eaas.client import Client
 from torch_eaas.client_pairs import Connection
-from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.config import ClientConfig, ServerConfig
 from torch_eaas.ops.signal import Waited
-from torch_eaas.protocol.layout import HEADER_BYTES, REQUEST_HEADER, Status
+from torch_eaas.protocol.layout import REQUEST_HEADER, Status
 from torch_eaas.server import ExpertServer
-from torch_eaas.server_control import ServerControl
-from torch_eaas.server_pairs import ServerPair
 
-ON_X86 = platform.machine() in ("x86_64", "AMD64")
-pytestmark = pytest.mark.skipif(not ON_X86, reason="shared_memory needs x86-64's store order")
+pytestmark = needs_x86
 
 NOTHING, ARRIVED, TIMED_OUT, ABORTED, REFUSED, _ = Waited
 MANY = 10**6
@@ -51,30 +41,6 @@ BUDGET_US = 60_000_000
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernels(monkeypatch)
-
-
-@contextmanager
-def host_end(role: str, argument: str | int) -> Iterator[subprocess.Popen[str]]:
-    """Run a host-driven end; it ends with this block."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.ops.host_end", role, str(argument)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=TIMEOUT_S)
-
-
-def told(process: subprocess.Popen[str]) -> Any:
-    """Return what the process prints next."""
-    assert process.stdout is not None
-    return json.loads(process.stdout.readline())
 
 
 def windows_of(conn: Connection) -> Windows:
@@ -272,71 +238,3 @@ def test_a_late_answer_frees_its_slot_and_is_read_by_nobody(servers: list[HostSe
         # what it finds is the answer to its own request, not the late one
         assert client.wait(counts_P, MANY)[0][0] == ARRIVED
         assert world.answers(2, {0: 0})
-
-
-# -- the other way round -----------------------------------------------------------------------
-
-
-class DeviceEndpoint:
-    """A device server behind a real control endpoint."""
-
-    def __init__(self) -> None:
-        experts = ScalingExperts(lambda: None)
-        keys = [(layer, e) for layer, ids in experts.holdings.items() for e in ids]
-        scales = {(layer, e): float(layer + e) for layer, e in keys}
-        self.server = DeviceServer(SPEC, scales, E)
-        transport = SharedMemoryTransport()
-        self._control = ServerControl(
-            config=ServerConfig(name="device"),
-            instance=1,
-            transport=transport,
-            hidden_size=D,
-            holdings=lambda: experts.holdings,
-            counters=Counter(),
-            drain=lambda: None,
-            clock=time.monotonic,
-        )
-        self.listener = transport.listen("", self._control)
-        self.pairs: list[ServerPair] = []
-
-    def serve(self, answers: int) -> list[int]:
-        """Serve until so many requests were answered; return their statuses."""
-        statuses: list[int] = []
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(statuses) < answers and time.monotonic() < deadline:
-            for pair in self._control.pairs:
-                if pair not in self.pairs:
-                    windows = Windows(pair._requests, pair._replies, pair.instance, pair.epoch)
-                    self.server.open(len(self.pairs), windows)
-                    self.server.tables.scanned_P[len(self.pairs)] = _microseconds()
-                    self.pairs.append(pair)
-            statuses += self.server.step(_microseconds)
-        return statuses
-
-
-def _microseconds() -> int:
-    return time.monotonic_ns() // 1000
-
-
-def test_a_host_driven_client_is_served_by_a_device_server_and_a_forged_frame_is_refused() -> None:
-    endpoint = DeviceEndpoint()
-    try:
-        with host_end("ask", endpoint.listener.address) as client:
-            expected = [Status.OK] * len(script()) + [Status.STALE]
-            assert endpoint.serve(len(expected)) == expected
-            assert [told(client) for _ in script()] == [answer_of(request) for request in script()]
-            *header, text = told(client)
-    finally:
-        endpoint.listener.close()
-
-    # the client took slot 0 each time; slot 1 was never written
-    window = bytes(endpoint.pairs[0]._replies)
-    assert window[:16] == bytes([2, len(script())]) + bytes(14)
-    assert not any(window[SPEC.reply_slot(1) :])
-    rows = window[SPEC.reply_slot(0) + HEADER_BYTES :]
-    # the last answer has one row; behind it lie two of the one before
-    expected_TD = torch.tensor(answer_of(script()[4]) + answer_of(script()[3])[1:])
-    assert rows[: 3 * D * 4] == expected_TD.numpy().tobytes()
-
-    assert text == "instance, epoch or sequence is not this window's, this word's"
-    assert header == [FORGER, 1, 1, 0, Status.STALE, len(text), 0, 0]
