@@ -7,6 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.ops.implementations import implementation
+
+__all__ = ["implementation"]
+
 
 @pytest.fixture(autouse=True)
 def no_numpy_warnings() -> Iterator[None]:

@@ -1,0 +1,149 @@
+"""The scan lists what nobody took, one of each client in turn, as the host's book would."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.ops.windowed import SPEC, Pair, numbers, server_of
+from torch_eaas.errors import ConfigError
+from torch_eaas.ops.pair_table import ServerTables, signed
+from torch_eaas.ops.slot_scan import scan_slots
+from torch_eaas.protocol.slots import ServerSlots
+from torch_eaas.protocol.words import MAX_SEQUENCE
+
+pytestmark = pytest.mark.usefixtures("implementation", "poisoned_empty")
+
+S = SPEC.slots
+
+
+def scan(tables: ServerTables, now: int = 0, max_requests: int = 8) -> list[int]:
+    ready_R, num_ready = scan_slots(tables, numbers(now), max_requests)
+    listed: list[int] = ready_R.tolist()
+    count = int(num_ready)
+    assert listed[count:] == [-1] * (max_requests - count)
+    assert -1 not in listed[:count]
+    return listed[:count]
+
+
+def take(tables: ServerTables, entries: list[int]) -> None:
+    """Note that these were taken, as ``read_requests`` does."""
+    for entry in entries:
+        pair, slot = divmod(entry, S)
+        tables.book_3PS[2, pair, slot] = tables.book_3PS[0, pair, slot]
+
+
+def test_the_docstrings_example_holds() -> None:
+    pairs = [Pair(), Pair(), Pair()]
+    pairs[0].set_request_word(1, 0x101)
+    pairs[0].set_request_word(2, 0x101)
+    pairs[2].set_request_word(3, 0x101)
+    tables = server_of(list(pairs))
+    tables.turn.fill_(2)
+    assert scan(tables, max_requests=4) == [11, 1, 2]
+    assert tables.turn.tolist() == [3]
+
+
+def test_nothing_is_listed_where_no_pair_is_open() -> None:
+    assert scan(server_of([None, None])) == []
+
+
+def test_what_was_not_taken_is_listed_again_and_what_was_taken_is_not() -> None:
+    pair = Pair()
+    tables = server_of([pair])
+    for slot in (0, 2, 3):
+        pair.set_request_word(slot, 0x101)
+    assert scan(tables, max_requests=2) == [0, 2]
+    take(tables, [0, 2])
+    assert scan(tables) == [3]
+    take(tables, [3])
+    assert scan(tables) == []
+    pair.set_request_word(2, 0x201)
+    assert scan(tables) == [2]
+
+
+def test_a_word_that_grew_past_the_sign_bit_is_newer() -> None:
+    pair = Pair()
+    tables = server_of([pair])
+    tables.book_3PS[:, 0, 1] = signed((1 << 63) - 256 | 1)
+    pair.set_request_word(1, 1 << 63 | 1)
+    assert scan(tables) == [1]
+    take(tables, [1])
+    pair.set_request_word(1, MAX_SEQUENCE << 8 | 1)
+    assert scan(tables) == [1]
+    # an older word is nothing new
+    take(tables, [1])
+    pair.set_request_word(1, 0x101)
+    assert scan(tables) == []
+
+
+def test_a_pair_with_fewer_slots_has_no_word_behind_its_last() -> None:
+    few = Pair(spec=type(SPEC)(hidden_size=6, top_k=2, slots=2, max_tokens=3))
+    tables = server_of([few])
+    # padding that a hostile client wrote
+    few.requests[16:32] = bytes([1, 1, 0, 0, 0, 0, 0, 0] * 2)
+    few.set_request_word(1, 0x101)
+    assert scan(tables) == [1]
+
+
+def test_every_client_comes_first_in_its_turn() -> None:
+    pairs = [Pair(), Pair(), Pair()]
+    tables = server_of(list(pairs))
+    for pair in pairs:
+        pair.set_request_word(0, 0x101)
+        pair.set_request_word(1, 0x101)
+    orders = [scan(tables, max_requests=4) for _ in range(4)]
+    # nothing is taken, so each scan finds the same six
+    assert orders == [
+        [0 * S, 1 * S, 2 * S, 0 * S + 1],
+        [1 * S, 2 * S, 0 * S, 1 * S + 1],
+        [2 * S, 0 * S, 1 * S, 2 * S + 1],
+        [0 * S, 1 * S, 2 * S, 0 * S + 1],
+    ]
+
+
+def test_a_random_life_of_three_pairs_leaves_the_books_that_the_host_would_keep() -> None:
+    made = random.Random(5)
+    pairs = [Pair(), Pair(), Pair()]
+    tables = server_of([*pairs, None])
+    books = [ServerSlots(S, now=0.0) for _ in pairs]
+    words = [[0] * S for _ in pairs]
+    waiting: dict[int, float] = {}
+    for now in range(1, 40, 3):
+        for p, pair in enumerate(pairs):
+            for slot in range(S):
+                if p * S + slot not in waiting and made.random() < 0.3:
+                    words[p][slot] += 0x100 if words[p][slot] else 0x101
+                    pair.set_request_word(slot, words[p][slot])
+            books[p].scan(words[p], float(now))
+            while books[p].num_ready:
+                slot, word, since = books[p].take()
+                assert word == words[p][slot]
+                waiting[p * S + slot] = since
+        listed = scan(tables, now, max_requests=4)
+        assert len(listed) == min(4, len(waiting))
+        assert set(listed) <= set(waiting)
+        for p, slot in (divmod(entry, S) for entry in waiting):
+            assert tables.book_3PS[:2, p, slot].tolist() == [words[p][slot], waiting[p * S + slot]]
+        take(tables, listed)
+        for entry in listed:
+            del waiting[entry]
+    assert tables.scanned_P.tolist() == [now, now, now, 0]
+
+
+def test_more_slots_than_a_block_holds_are_refused() -> None:
+    message = r"at most 8192 slots, .*got 2049 pairs of 4; make room for fewer"
+    with pytest.raises(ConfigError, match=message):
+        scan_slots(ServerTables.empty(2049, 4), numbers(0), 8)
+
+
+def test_a_list_of_no_requests_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_requests must be an integer of at least 1, got 0"):
+        scan_slots(ServerTables.empty(1, 4), numbers(0), 0)
+
+
+def test_a_clock_in_float_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"now must be int64, got torch.float32; cast it first"):
+        scan_slots(ServerTables.empty(1, 4), torch.zeros(1), 8)

@@ -1,0 +1,203 @@
+"""The plain twins of the ops of a client's data path, built on the protocol's own rules.
+
+Shape suffixes: see ``pair_table``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from torch_eaas.ops.pair_memory import PairMemory, copy_bits
+from torch_eaas.ops.pair_table import Column, signed, unsigned
+from torch_eaas.protocol.layout import (
+    HEADER_BYTES,
+    REPLY_FIELDS,
+    REPLY_HEADER,
+    REQUEST_HEADER,
+    Status,
+)
+from torch_eaas.protocol.words import REQUEST, is_free, is_mine, next_word
+
+
+class Waited(IntEnum):
+    """What became of one wait."""
+
+    NOTHING = 0
+    """Nothing was asked of this pair, or the stage's gate was closed."""
+    ARRIVED = 1
+    TIMED_OUT = 2
+    """The word had not come at the deadline."""
+    ABORTED = 3
+    """The word had not come when another wait of the step gave up."""
+    REFUSED = 4
+    """An answer has come, and it is an error."""
+    STRANGE = 5
+    """An answer has come whose instance or epoch is not this window's."""
+
+
+def wait_words_ref(
+    pairs_PC: Tensor,
+    slots_P: Tensor,
+    words_PS: Tensor,
+    counts_P: Tensor,
+    gate: Tensor,
+    abort: Tensor,
+    timeout_us: int,
+    looks: int,
+    for_free: bool,
+) -> tuple[Tensor, Tensor]:
+    """Define ``signal.wait_replies`` and ``wait_free``; here one pair waits after the other."""
+    waited_P = torch.zeros_like(counts_P)
+    replies_PF = pairs_PC.new_zeros((len(pairs_PC), len(REPLY_FIELDS)))
+    deadline = time.monotonic() + timeout_us / 1e6
+    for p in range(len(pairs_PC)):
+        if gate.item() or counts_P[p] <= 0:
+            continue
+        pair, slot = PairMemory(pairs_PC, p), int(slots_P[p])
+        request_word = unsigned(int(words_PS[p, slot]))
+        waited = Waited.NOTHING
+        for look in itertools.count(1):
+            word = pair.word(Column.REPLIES, slot).value
+            if is_free(request_word, word) if for_free else is_mine(word, request_word):
+                waited = Waited.ARRIVED
+            elif abort.item():
+                waited = Waited.ABORTED
+            elif look >= looks or time.monotonic() > deadline:
+                waited = Waited.TIMED_OUT
+            if waited:
+                break
+        if waited == Waited.ARRIVED and not for_free:
+            fields = REPLY_HEADER.unpack(pair.slot(Column.REPLIES, slot, 0, REPLY_HEADER.size))
+            replies_PF[p] = torch.tensor([signed(field) for field in fields])
+            if replies_PF[p, :2].tolist() != [pair[Column.INSTANCE], pair[Column.EPOCH]]:
+                waited = Waited.STRANGE
+            elif fields[4] != Status.OK:
+                waited = Waited.REFUSED
+        if waited != Waited.ARRIVED:
+            abort.fill_(1)
+        waited_P[p] = waited
+    return waited_P, replies_PF
+
+
+def close_gate_ref(abort: Tensor, gate: Tensor) -> None:
+    """Define ``gate.close_gate``."""
+    gate.copy_(abort)
+
+
+def write_requests_ref(
+    pairs_PC: Tensor,
+    slots_P: Tensor,
+    words_PS: Tensor,
+    counts_P: Tensor,
+    tokens_PT: Tensor,
+    ids_PTK: Tensor,
+    weights_PTK: Tensor,
+    x_ND: Tensor,
+    gate: Tensor,
+    arrivals_P: Tensor,
+    version: Tensor,
+    layer: int,
+    budget_us: int,
+    blocks: int,
+) -> None:
+    """Define ``write_requests.write_requests``."""
+    for p, count in enumerate(counts_P.tolist()):
+        if gate.item() or count <= 0:
+            continue
+        pair, slot = PairMemory(pairs_PC, p), int(slots_P[p])
+        word = next_word(unsigned(int(words_PS[p, slot])), REQUEST)
+        parts = (
+            (HEADER_BYTES, ids_PTK[p, :count]),
+            (pair[Column.WEIGHTS_OFFSET], weights_PTK[p, :count]),
+            (pair[Column.HIDDEN_OFFSET], x_ND[tokens_PT[p, :count].long()]),
+        )
+        for offset, part in parts:
+            copy_bits(part, pair.slot(Column.REQUESTS, slot, offset, part.nbytes))
+        header = pair.slot(Column.REQUESTS, slot, 0, REQUEST_HEADER.size)
+        ours = unsigned(pair[Column.INSTANCE]), unsigned(pair[Column.EPOCH]), word >> 8
+        REQUEST_HEADER.pack_into(header, 0, *ours, int(version), budget_us, layer, count, 0)
+        words_PS[p, slot] = signed(word)
+        pair.word(Column.REQUESTS, slot).value = word
+
+
+def share_tokens_ref(
+    ids_TK: Tensor, weights_TK: Tensor, pairs_E: Tensor, abort: Tensor, num_pairs: int
+) -> tuple[Tensor, ...]:
+    """Define ``share_tokens.share_tokens``."""
+    num_tokens, top_k = ids_TK.shape
+    # an id beyond the experts is nobody's either
+    is_expert_TK = (ids_TK >= 0) & (ids_TK < len(pairs_E))
+    pairs_TK = torch.full_like(ids_TK, -1)
+    pairs_TK[is_expert_TK] = pairs_E[ids_TK[is_expert_TK].long()]
+    if ((ids_TK >= 0) & (pairs_TK < 0)).any():
+        abort.fill_(1)
+    counts_P = ids_TK.new_zeros(num_pairs)
+    tokens_PT = ids_TK.new_full((num_pairs, num_tokens), -1)
+    ids_PTK = ids_TK.new_full((num_pairs, num_tokens, top_k), -1)
+    weights_PTK = weights_TK.new_zeros((num_pairs, num_tokens, top_k))
+    places_PT = torch.full_like(tokens_PT, -1)
+    for p in range(num_pairs):
+        is_mine_TK = pairs_TK == p
+        tokens = is_mine_TK.any(1).nonzero().flatten()
+        count = len(tokens)
+        counts_P[p] = count
+        tokens_PT[p, :count] = tokens
+        ids_PTK[p, :count] = torch.where(is_mine_TK, ids_TK, -1)[tokens]
+        weights_PTK[p, :count] = weights_TK[tokens]
+        places_PT[p, tokens] = torch.arange(count, dtype=ids_TK.dtype)
+    return counts_P, tokens_PT, ids_PTK, weights_PTK, places_PT
+
+
+def add_replies_ref(
+    pairs_PC: Tensor,
+    slots_P: Tensor,
+    places_PT: Tensor,
+    gate: Tensor,
+    add_TD: Tensor,
+    exact_ids_TK: Tensor | None,
+    pairs_E: Tensor | None,
+    is_bf16: bool,
+) -> Tensor:
+    """Define ``add_replies.add_replies``."""
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    num_tokens, hidden = add_TD.shape
+    total_TD = torch.zeros((num_tokens, hidden))
+
+    def row_of(pair: int, row: int) -> Tensor:
+        num_bytes = hidden * dtype.itemsize
+        at = HEADER_BYTES + row * num_bytes
+        memory = PairMemory(pairs_PC, pair).slot(Column.REPLIES, int(slots_P[pair]), at, num_bytes)
+        return torch.frombuffer(bytearray(memory), dtype=dtype).float()
+
+    if not gate.item():
+        for token in range(num_tokens):
+            if exact_ids_TK is None or pairs_E is None:
+                for pair, place in enumerate(places_PT[:, token].tolist()):
+                    if place >= 0:
+                        total_TD[token] += row_of(pair, place)
+                continue
+            for k, expert in enumerate(exact_ids_TK[token].tolist()):
+                pair = int(pairs_E[expert]) if 0 <= expert < len(pairs_E) else -1
+                if pair >= 0:
+                    row = int(places_PT[pair, token]) * exact_ids_TK.shape[1] + k
+                    total_TD[token] += row_of(pair, row)
+    return (total_TD + add_TD.float()).to(add_TD.dtype)
+
+
+def choose_replicas_ref(ids_TK: Tensor, holders_EH: Tensor, num_pairs: int) -> Tensor:
+    """Define ``choose_replicas.choose_replicas``."""
+    present = set(ids_TK.flatten().tolist())
+    loads = [0] * num_pairs
+    pairs = []
+    for expert, row in enumerate(holders_EH.tolist()):
+        holders = [pair for pair in row if pair >= 0] or [-1]
+        pair = min(holders, key=loads.__getitem__) if expert in present else holders[0]
+        if expert in present and pair >= 0:
+            loads[pair] += 1
+        pairs.append(pair)
+    return torch.tensor(pairs, dtype=torch.int32)
