@@ -57,8 +57,8 @@ PARTS = ((DELAYED, 1, 0.35), (DELAYED, 2, 0.35), (REAL, 1, 0.15), (REAL, 2, 0.15
 QUICK_PARTS = ((DELAYED, 2, 0.4),)
 MAX_CLIENTS = 2
 NUM_PHASES = 80
-FORWARDS_A_PHASE = 150
-"""Forwards from one fault to the next at least: it makes at most 67 faults in 10,000."""
+FORWARDS_A_PHASE = 175
+"""Forwards from one fault to the next at least: it makes at most 57 faults in 10,000."""
 
 FORWARDS_A_PAUSE = 200
 MAX_PAUSES = 50

@@ -13,6 +13,7 @@ from torch_eaas.errors import ConfigError, ExpertUnavailable
 from torch_eaas.experts import ExpertPool, ExpertWeights
 from torch_eaas.remote_moe import RemoteExperts
 from torch_eaas.testing import DelayedExperts, LocalCluster, random_experts
+from torch_eaas.testing.cluster import MOST_LATE_S
 
 D, I, E, K = 24, 16, 6, 2
 X_TD = torch.linspace(-1, 1, 3 * D).view(3, D)
@@ -59,6 +60,24 @@ def test_delayed_experts_sleep_and_return_zeros(per_expert: bool) -> None:
     assert busy < delay.total_seconds() / 2
     assert torch.equal(out, torch.zeros((2, 2, D) if per_expert else (2, D)))
     assert (experts.hidden_size, experts.holdings) == (D, {1: (0, 2)})
+
+
+def test_a_sleep_makes_up_for_late_ones_by_little() -> None:
+    delay = timedelta(milliseconds=2)
+    experts = DelayedExperts(D, {1: (0,)}, delay)
+    for _ in range(20):
+        started = time.monotonic()
+        run = experts.run(
+            experts.table,
+            torch.ones(1, D),
+            torch.zeros(1, 1, dtype=torch.int64),
+            torch.ones(1, 1),
+            per_expert=False,
+        )
+        assert time.monotonic() - started >= delay.total_seconds() - MOST_LATE_S
+        assert torch.equal(run, torch.zeros(1, D))
+    # no sleep ends early, so some time has been saved up
+    assert 0 < experts._late_s <= MOST_LATE_S
 
 
 def test_delayed_experts_pass_a_pools_answers_on() -> None:

@@ -31,12 +31,17 @@ from torch_eaas.testing.faults import FaultPlan
 Weights = Mapping[tuple[int, int], ExpertWeights]
 """(layer, expert) to that expert's matrices."""
 
+MOST_LATE_S = 2e-4
+
 PAIRS_S = 5.0
 """How long a new client waits for its pairs; a fault may keep one closed."""
 
 
 class DelayedExperts(Experts):
     """Experts that take a planned time and no core: each batch sleeps, then answers.
+
+    A sleep ends late, by 0.1 ms and more; the next ones are shortened by what the last ones were
+    late, at most by ``MOST_LATE_S``, so that batches take what is planned on average.
 
     Args:
         hidden_size: D.
@@ -59,6 +64,8 @@ class DelayedExperts(Experts):
         self._holdings = holdings
         self._pool = pool
         self.delay = delay
+        self._late_s = 0.0
+        self._zeros: dict[tuple[int, ...], Tensor] = {}
         nobody: Any = None
         self._table = GroupTable(
             {(layer, expert): nobody for layer, ids in holdings.items() for expert in ids}
@@ -89,14 +96,21 @@ class DelayedExperts(Experts):
         *,
         per_expert: bool,
     ) -> Tensor:
-        if self.delay > timedelta(0):
-            time.sleep(self.delay.total_seconds())
+        self._sleep(self.delay.total_seconds())
         if self._pool is not None:
             return self._pool.run(table, x_TD, groups_TK, weights_TK, per_expert=per_expert)
-        num_tokens, top_k = groups_TK.shape
-        if per_expert:
-            return torch.zeros(num_tokens, top_k, self._hidden_size)
-        return torch.zeros(num_tokens, self._hidden_size)
+        shape = (*(groups_TK.shape if per_expert else groups_TK.shape[:1]), self._hidden_size)
+        # made once: a new tensor of this size costs a page fault for each of its pages
+        if shape not in self._zeros:
+            self._zeros[shape] = torch.zeros(shape)
+        return self._zeros[shape]
+
+    def _sleep(self, seconds: float) -> None:
+        if seconds > self._late_s:
+            started = time.monotonic()
+            time.sleep(seconds - self._late_s)
+            late_s = time.monotonic() - started - seconds
+            self._late_s = min(max(0.0, self._late_s + late_s / 8), MOST_LATE_S)
 
 
 def random_experts(
