@@ -218,8 +218,10 @@ def _other_ops(device: torch.device) -> dict[str, Tensor]:
     found["swiglu"] = ops.swiglu(x_MK)
     found["swiglu_quantize"], found["swiglu_quantize, scales"] = ops.swiglu_quantize(x_MK)
     packed = x_MK.repeat(4, 1)
-    combined = ops.combine(packed, places_STK.view(-1, 4), weights_TK, num_tokens_S=num_tokens_S)
-    found["combine"] = combined.view(5, 33, -1)[3, :20]
+    combined = ops.combine_rows(
+        packed, places_STK.view(-1, 4), weights_TK, num_tokens_S=num_tokens_S
+    )
+    found["combine_rows"] = combined.view(5, 33, -1)[3, :20]
     return found
 
 

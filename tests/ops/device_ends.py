@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.windowed import address_of
-from torch_eaas.ops import combine, pack
+from torch_eaas.ops import combine_rows, pack
 from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.pair_table import ClientTables, ServerTables, pair_row
 from torch_eaas.ops.read_hidden import read_hidden
@@ -215,7 +215,7 @@ class DeviceServer:
         x_ND = x_RTD.float().flatten(0, 1)[rows_N[: len(scales_N)].long() // spec.top_k]
         if len(scales_N):
             work()
-        out = combine(
+        out = combine_rows(
             scales_N.unsqueeze(1) * x_ND,
             places_RTK.flatten(0, 1),
             requests.weights_RTK.flatten(0, 1),

@@ -38,8 +38,8 @@ KERNELS = SimpleNamespace(
 )
 TWINS = SimpleNamespace(
     gemm=gemm_twin_of,
-    pack=reference.pack_slots_ref,
-    shrink=reference.shrink_groups_ref,
+    pack=reference.pack_ref,
+    shrink=reference.group_shrink_ref,
     swiglu=reference.swiglu_rows_ref,
     combine=reference.combine_rows_ref,
 )

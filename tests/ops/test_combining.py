@@ -1,4 +1,4 @@
-"""combine: the kernel in the interpreter against the twin, and the twin by a loop over numbers."""
+"""combine_rows: the kernel in the interpreter against the twin, and the twin by a loop over numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_eaas.errors import ConfigError
-from torch_eaas.ops.combining import combine, launch
+from torch_eaas.ops.combining import combine_rows, launch
 from torch_eaas.ops.reference import combine_rows_ref
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -134,18 +134,18 @@ def test_the_example_of_the_docstring_holds() -> None:
     places_TK = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)
     weights_TK = torch.tensor([[10.0, 1.0], [5.0, 9.0]])
     rows_ND = torch.tensor([[1.0], [2.0], [3.0]])
-    assert combine(rows_ND, places_TK, weights_TK).tolist() == [[31.0], [10.0]]
-    rows = combine(rows_ND, places_TK, weights_TK, per_expert=True)
+    assert combine_rows(rows_ND, places_TK, weights_TK).tolist() == [[31.0], [10.0]]
+    rows = combine_rows(rows_ND, places_TK, weights_TK, per_expert=True)
     assert rows.tolist() == [[[30.0], [1.0]], [[10.0], [0.0]]]
 
 
 def test_weights_of_another_shape_are_refused() -> None:
     message = r"weights_TK must have the shape of places_TK, \(2, 2\), got \(2, 3\)"
     with pytest.raises(ConfigError, match=message):
-        combine(torch.zeros(4, 1), torch.zeros((2, 2), dtype=torch.int32), torch.zeros(2, 3))
+        combine_rows(torch.zeros(4, 1), torch.zeros((2, 2), dtype=torch.int32), torch.zeros(2, 3))
 
 
 def test_weights_of_another_dtype_are_refused() -> None:
     places_TK = torch.zeros((2, 2), dtype=torch.int32)
     with pytest.raises(ConfigError, match=r"weights_TK must be float32, got torch.bfloat16"):
-        combine(torch.zeros(4, 1), places_TK, torch.zeros(2, 2).bfloat16())
+        combine_rows(torch.zeros(4, 1), places_TK, torch.zeros(2, 2).bfloat16())

@@ -40,7 +40,7 @@ def fp8(weight_ND: Tensor) -> Matrix:
 
 
 def threaded_half(weight_ND: Tensor) -> Matrix:
-    torch.set_num_threads(2)
+    torch.set_num_threads(3)
     return HalfMatrix(weight_ND.bfloat16())
 
 

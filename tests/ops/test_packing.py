@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.packing import launch, pack
-from torch_eaas.ops.reference import pack_slots_ref
+from torch_eaas.ops.reference import pack_ref
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -62,7 +62,7 @@ CASES = [
 
 @pytest.mark.parametrize("inputs", CASES)
 def test_the_kernels_give_what_the_twin_gives(inputs: Inputs) -> None:
-    for got, expected in zip(launch(*inputs), pack_slots_ref(*inputs), strict=True):
+    for got, expected in zip(launch(*inputs), pack_ref(*inputs), strict=True):
         assert got.dtype == expected.dtype == torch.int32
         assert torch.equal(got, expected)
 
@@ -78,7 +78,7 @@ def test_the_twin_puts_rows_by_group_and_then_by_slot_token_and_k(inputs: Inputs
                 if group >= 0:
                     found.append((group, (slot * room + token) * top_k + k))
     expected = [row for _, row in sorted(found)]
-    rows_R, places_STK, counts_G = pack_slots_ref(*inputs)
+    rows_R, places_STK, counts_G = pack_ref(*inputs)
     assert rows_R.tolist() == expected + [-1] * (ids_STK.numel() - len(expected))
     places = [-1] * ids_STK.numel()
     for place, row in enumerate(expected):
@@ -89,7 +89,7 @@ def test_the_twin_puts_rows_by_group_and_then_by_slot_token_and_k(inputs: Inputs
     assert counts_G.tolist() == [groups.count(group) for group in range(num_groups)]
 
 
-@pytest.mark.parametrize("do", [launch, pack_slots_ref])
+@pytest.mark.parametrize("do", [launch, pack_ref])
 @pytest.mark.parametrize("shape", [(0, 4, 2), (3, 0, 2), (3, 4, 0)], ids=str)
 def test_no_rows_at_all_make_counts_of_zero(do: Pack, shape: tuple[int, ...]) -> None:
     slots = torch.zeros(shape[0], dtype=torch.int32)
@@ -100,7 +100,7 @@ def test_no_rows_at_all_make_counts_of_zero(do: Pack, shape: tuple[int, ...]) ->
     assert counts_G.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("do", [launch, pack_slots_ref])
+@pytest.mark.parametrize("do", [launch, pack_ref])
 def test_what_no_table_knows_has_no_place(do: Pack) -> None:
     # an id beyond the experts, layers beyond the table and below 0, and a group that is not there
     ids_STK = ints([[[0, 2, 1]], [[0, 0, 0]], [[0, 0, 0]]])
@@ -110,7 +110,7 @@ def test_what_no_table_knows_has_no_place(do: Pack) -> None:
     assert counts_G.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("do", [launch, pack_slots_ref])
+@pytest.mark.parametrize("do", [launch, pack_ref])
 def test_a_slot_never_holds_more_tokens_than_it_has_room_for(
     do: Pack,
 ) -> None:

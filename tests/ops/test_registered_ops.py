@@ -26,15 +26,15 @@ PLACES = ints([[2, 0], [1, -1]])
 
 # name, what the op is called with, and the twin
 CASES: list[tuple[str, tuple[Any, ...], Callable[..., Any]]] = [
-    ("group_shrink", (ints([0, 3, 0, 5]), 4), reference.shrink_groups_ref),
-    ("pack", (*PACKED, ints([[0, 1], [2, -1]]), 3), reference.pack_slots_ref),
+    ("group_shrink", (ints([0, 3, 0, 5]), 4), reference.group_shrink_ref),
+    ("pack", (*PACKED, ints([[0, 1], [2, -1]]), 3), reference.pack_ref),
     ("quantize_rows", (random(3, 130), 128, None), reference.quantize_rows_ref),
     ("quantize_rows", (random(4, 130), 128, ints([2, 2])), reference.quantize_rows_ref),
     ("swiglu", (random(3, 10).bfloat16(), None), reference.swiglu_rows_ref),
     ("swiglu", (random(3, 10), ints([1, 1, 3])), reference.swiglu_rows_ref),
     ("swiglu_quantize", (random(3, 260), None), reference.swiglu_quantize_ref),
-    ("combine", (random(3, 5), PLACES, random(2, 2), False, None), reference.combine_rows_ref),
-    ("combine", (random(3, 5), PLACES, random(2, 2), True, ints([1, 1])),
+    ("combine_rows", (random(3, 5), PLACES, random(2, 2), False, None), reference.combine_rows_ref),
+    ("combine_rows", (random(3, 5), PLACES, random(2, 2), True, ints([1, 1])),
      reference.combine_rows_ref),
 ]  # fmt: skip
 EACH = pytest.mark.parametrize(
@@ -43,7 +43,7 @@ EACH = pytest.mark.parametrize(
 
 CALLS: dict[str, Callable[..., Any]] = {
     "quantize_rows": lambda x, block, counts: ops.quantize_rows(x, block, num_tokens_S=counts),
-    "combine": lambda rows, places, weights, per_expert, counts: ops.combine(
+    "combine_rows": lambda rows, places, weights, per_expert, counts: ops.combine_rows(
         rows, places, weights, per_expert=per_expert, num_tokens_S=counts
     ),
 }
@@ -117,6 +117,6 @@ def test_a_captured_graph_packs_and_shrinks_whatever_its_inputs_hold() -> None:
     for counts in ([2, 1], [0, 2], [0, 0], [1, 0]):
         num_tokens.copy_(ints(counts))
         graph.replay()
-        packed = reference.pack_slots_ref(*PACKED[:2], ints(counts), groups_LE.cpu(), 3)
-        expected = (*packed, *reference.shrink_groups_ref(packed[2], 2))
+        packed = reference.pack_ref(*PACKED[:2], ints(counts), groups_LE.cpu(), 3)
+        expected = (*packed, *reference.group_shrink_ref(packed[2], 2))
         assert_close(got, expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_eaas.errors import ConfigError
-from torch_eaas.ops.reference import shrink_groups_ref
+from torch_eaas.ops.reference import group_shrink_ref
 from torch_eaas.ops.shrinking import group_shrink, launch
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -46,7 +46,7 @@ COUNTS = [
 def test_the_kernel_gives_what_the_twin_gives(counts: list[int], block_rows: int) -> None:
     counts_G = torch.tensor(counts, dtype=torch.int32)
     for got, expected in zip(
-        launch(counts_G, block_rows), shrink_groups_ref(counts_G, block_rows), strict=True
+        launch(counts_G, block_rows), group_shrink_ref(counts_G, block_rows), strict=True
     ):
         assert got.dtype == expected.dtype == torch.int32
         assert torch.equal(got, expected)
@@ -66,7 +66,7 @@ def test_the_twin_lists_each_group_that_has_rows_with_all_that_come_before(
         rows += count
         tiles += (count + 15) // 16
     rest = len(counts) - len(expected_active)
-    active_G, offsets_G, tiles_G, totals_3 = shrink_groups_ref(
+    active_G, offsets_G, tiles_G, totals_3 = group_shrink_ref(
         torch.tensor(counts, dtype=torch.int32), 16
     )
     assert active_G.tolist() == expected_active + [-1] * rest

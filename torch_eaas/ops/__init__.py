@@ -7,7 +7,7 @@ A layer on a device, from the tokens in a server's slots to each token's sum, wi
     gate_up_R2I = grouped_gemm(x_TD, gate_up_G2ID, groups, rows_R=rows_R, gather_div=K)
     hidden_RI = swiglu(gate_up_R2I, groups.totals_3)
     down_RD = grouped_gemm(hidden_RI, down_GDI, groups)
-    out_TD = combine(down_RD, places_STK.view(-1, K), weights_TK, num_tokens_S=num_tokens_S)
+    out_TD = combine_rows(down_RD, places_STK.view(-1, K), weights_TK, num_tokens_S=num_tokens_S)
 
 Each public name is loaded on first use, so that what needs the twins only brings no Triton. No file
 here is named like a public name: importing that file would put the module in the function's place.
@@ -22,7 +22,7 @@ _HOMES = {
     "GemmConfig": "gemm_config",
     "GemmTuner": "gemm_tuner",
     "choose_block_rows": "gemm_config",
-    "combine": "combining",
+    "combine_rows": "combining",
     "group_shrink": "shrinking",
     "grouped_gemm": "gemm",
     "grouped_gemm_fp8": "gemm",

@@ -1,7 +1,7 @@
 from torch_eaas.ops.activation import swiglu as swiglu
 from torch_eaas.ops.activation import swiglu_quantize as swiglu_quantize
 from torch_eaas.ops.active_groups import ActiveGroups as ActiveGroups
-from torch_eaas.ops.combining import combine as combine
+from torch_eaas.ops.combining import combine_rows as combine_rows
 from torch_eaas.ops.gemm import grouped_gemm as grouped_gemm
 from torch_eaas.ops.gemm import grouped_gemm_fp8 as grouped_gemm_fp8
 from torch_eaas.ops.gemm_config import GemmConfig as GemmConfig

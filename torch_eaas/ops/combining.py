@@ -29,7 +29,7 @@ from torch_eaas.ops.slot_tokens import find_tokens, load_counts
 _MAX_BLOCK = 1024
 
 
-def combine(
+def combine_rows(
     rows_ND: Tensor,
     places_TK: Tensor,
     weights_TK: Tensor,
@@ -160,7 +160,7 @@ def _combine_kernel(
 
 
 _op = define_op(
-    "combine(Tensor rows_ND, Tensor places_TK, Tensor weights_TK, bool per_expert, "
+    "combine_rows(Tensor rows_ND, Tensor places_TK, Tensor weights_TK, bool per_expert, "
     "Tensor? num_tokens_S) -> Tensor",
     kernel=launch,
     twin=combine_rows_ref,

@@ -16,7 +16,7 @@ from torch_eaas.config import check_at_least
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.launching import blocks_on, check_tensor, define_op, on_device
 from torch_eaas.ops.packing_kernels import place_kernel, rank_kernel, scan_kernel
-from torch_eaas.ops.reference import pack_slots_ref
+from torch_eaas.ops.reference import pack_ref
 
 _PIECE = 256
 _COMPARED = 16
@@ -122,6 +122,6 @@ _op = define_op(
     "pack(Tensor ids_STK, Tensor layers_S, Tensor num_tokens_S, Tensor groups_LE, int num_groups)"
     " -> (Tensor, Tensor, Tensor)",
     kernel=launch,
-    twin=pack_slots_ref,
+    twin=pack_ref,
     fake=_fake,
 )

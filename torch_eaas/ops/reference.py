@@ -1,7 +1,7 @@
-"""The plain twins: what each op computes, in PyTorch. They are also the CPU implementation.
+"""The plain twins: what each op computes, in PyTorch, on CPU tensors.
 
-Shape legend: T tokens, K experts per token, R = T * K rows (one per token and expert, token-major),
-G groups (one per (layer, expert) held), D hidden, I intermediate, A active groups.
+Shape legend: S slots, T tokens, K experts per token, R = S * T * K rows (one per token and expert,
+token-major), G groups (one per (layer, expert) held), D hidden, I intermediate, A active groups.
 """
 
 from __future__ import annotations
@@ -12,40 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
+from torch_eaas.ops.grouping import sorted_rows
 from torch_eaas.ops.quantize import dequantize_blocks, quantize_blocks
-
-
-def pack_ref(groups_R: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Sort rows by group, stably; rows of group -1 belong to nobody and come last.
-
-    Args:
-        groups_R: Group of each row, ``(R,)`` int64, -1 for none.
-        num_groups: G.
-
-    Returns:
-        The rows in their new order, ``(R,)`` int64, and the rows per group, ``(G,)`` int64.
-
-    Example:
-        ``groups=[2, -1, 0, 2]`` and 3 groups give ``order=[2, 0, 3, 1]``, ``counts=[1, 0, 2]``.
-    """
-    keys_R = torch.where(groups_R < 0, num_groups, groups_R)
-    counts = torch.bincount(keys_R, minlength=num_groups + 1)
-    return torch.argsort(keys_R, stable=True), counts[:num_groups]
-
-
-def group_shrink_ref(counts_G: Tensor) -> tuple[Tensor, Tensor]:
-    """Move the groups that have rows to the front, in order.
-
-    Returns:
-        The active groups, ``(G,)`` int64, filled up with -1, and their number, ``(1,)`` int64.
-
-    Example:
-        ``counts=[0, 3, 0, 5]`` gives ``groups=[1, 3, -1, -1]`` and ``num_groups=[2]``.
-    """
-    active = counts_G.nonzero().flatten()
-    groups_G = counts_G.new_full(counts_G.shape, -1)
-    groups_G[: active.numel()] = active
-    return groups_G, counts_G.new_tensor([active.numel()])
 
 
 def swiglu_ref(gate_up_R2I: Tensor) -> Tensor:
@@ -61,38 +29,7 @@ def swiglu_ref(gate_up_R2I: Tensor) -> Tensor:
     return F.silu(gate_RI).mul_(up_RI)
 
 
-def combine_ref(
-    rows_ND: Tensor, order_R: Tensor, weights_TK: Tensor, *, per_expert: bool
-) -> Tensor:
-    """Weight the experts' rows and bring them back into token order.
-
-    Args:
-        rows_ND: Experts' outputs in group order, ``(N, D)``; N rows belong to a group.
-        order_R: The order that ``pack_ref`` gave, ``(R,)``; its first N entries are used.
-        weights_TK: Final router weights, ``(T, K)`` fp32; those beside what no group computed
-            are not looked at.
-        per_expert: Return one row per (token, expert) instead of their sum per token.
-
-    Returns:
-        fp32: ``(T, D)`` sums in order of groups, or ``(T, K, D)`` rows. What no group computed is
-        zero.
-    """
-    num_tokens, top_k = weights_TK.shape
-    num_rows, hidden = rows_ND.shape
-    order_N = order_R[:num_rows]
-    weighted_ND = rows_ND.float() * weights_TK.reshape(-1)[order_N].unsqueeze(1)
-    if per_expert:
-        out_RD = torch.zeros((num_tokens * top_k, hidden), dtype=torch.float32)
-        out_RD[order_N] = weighted_ND
-        return out_RD.view(num_tokens, top_k, hidden)
-    sum_TD = torch.zeros((num_tokens, hidden), dtype=torch.float32)
-    return sum_TD.index_add_(0, order_N // top_k, weighted_ND)
-
-
-# -- the twins of the device ops, which take counts on the device --------------------------------
-
-
-def pack_slots_ref(
+def pack_ref(
     ids_STK: Tensor, layers_S: Tensor, num_tokens_S: Tensor, groups_LE: Tensor, num_groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Define ``torch_eaas.ops.pack``: see there."""
@@ -105,16 +42,18 @@ def pack_slots_ref(
     groups_STK = torch.full_like(ids_STK, -1)
     groups_STK[known_STK] = groups_LE[layers_STK[known_STK], ids_STK[known_STK]]
     groups_STK[groups_STK >= num_groups] = -1
-    order_R, counts_G = pack_ref(groups_STK.flatten().long(), num_groups)
-    order_N = order_R[: int(counts_G.sum())].int()
+    order, active, counts = sorted_rows(groups_STK.flatten().long().numpy())
+    order_N = torch.from_numpy(order).int()
+    counts_G = torch.zeros(num_groups, dtype=torch.int32)
+    counts_G[active] = torch.tensor(counts, dtype=torch.int32)
     rows_R = torch.full((ids_STK.numel(),), -1, dtype=torch.int32)
     rows_R[: len(order_N)] = order_N
     places_R = torch.full_like(rows_R, -1)
     places_R[order_N] = torch.arange(len(order_N), dtype=torch.int32)
-    return rows_R, places_R.view(ids_STK.shape), counts_G.int()
+    return rows_R, places_R.view(ids_STK.shape), counts_G
 
 
-def shrink_groups_ref(counts_G: Tensor, block_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def group_shrink_ref(counts_G: Tensor, block_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Define ``torch_eaas.ops.group_shrink``: see there."""
     tiles_G = -(-counts_G // block_rows)
     totals_3 = torch.stack([(counts_G > 0).sum(), tiles_G.sum(), counts_G.sum()])
@@ -166,7 +105,7 @@ def combine_rows_ref(
     per_expert: bool,
     num_tokens_S: Tensor | None,
 ) -> Tensor:
-    """Define ``torch_eaas.ops.combine``: see there."""
+    """Define ``torch_eaas.ops.combine_rows``: see there."""
     (num_tokens, top_k), hidden = places_TK.shape, rows_ND.shape[1]
     held_t = _held_tokens(num_tokens_S, num_tokens)
     shape = (num_tokens, top_k, hidden) if per_expert else (num_tokens, hidden)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_eaas.config import check_at_least
 from torch_eaas.ops.launching import check_tensor, define_op, on_device
-from torch_eaas.ops.reference import shrink_groups_ref
+from torch_eaas.ops.reference import group_shrink_ref
 
 _BLOCK = 1024
 
@@ -166,6 +166,6 @@ def _shrink_kernel(
 _op = define_op(
     "group_shrink(Tensor counts_G, int block_rows) -> (Tensor, Tensor, Tensor, Tensor)",
     kernel=launch,
-    twin=shrink_groups_ref,
+    twin=group_shrink_ref,
     fake=_fake,
 )
