@@ -1,4 +1,4 @@
-"""combine_rows: the kernel in the interpreter against the twin, and the twin by a loop over numbers."""
+"""combine_rows: the kernel in the interpreter against the twin, the twin by a loop over numbers."""
 
 from __future__ import annotations
 

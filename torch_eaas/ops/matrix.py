@@ -30,7 +30,7 @@ _TILE_NUMBERS = 1 << 18
 cache, and malloc keeps their memory, where large blocks cost a page fault for each page."""
 
 _QUICK_THREADS = 2
-"""With so many threads at most one alone is as fast as all, up to 64 tokens; with 256, 1.1 times."""
+"""So few threads are no faster than one: each product would wait for the other to wake up."""
 
 _HALF_BLOCK = 512
 """FBGEMM's layout has room for a multiple of so many inputs."""
