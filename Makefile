@@ -1,6 +1,7 @@
 # make setup   make .venv and install everything into it
 # make demo    serve the carried checkpoint with three expert servers, and kill one
-# make test    lint, types and every test
+# make test    lint, types and every test, side by side
+# make unit    every test
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TRITON_INTERPRET ?= 1
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint unit clean
 
 setup: $(VENV)/.installed
 
@@ -28,7 +29,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+test: setup
+	$(MAKE) --jobs=2 lint unit
+
+unit: setup
 	$(BIN)/pytest
 
 clean:

@@ -19,8 +19,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +62,27 @@ class Compiled:
 @cache
 def compiled(module: str) -> tuple[Compiled, ...]:
     """Compile every launch of a module's ``LAUNCHES``, once per test session."""
+    # a process for each capability, side by side
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(partial(_compiled_for, module), CAPABILITIES))
+    return tuple(chain.from_iterable(found))
+
+
+def _compiled_for(module: str, capability: int) -> list[Compiled]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     with tempfile.TemporaryDirectory() as folder:
         env["TRITON_CACHE_DIR"] = folder
         out = Path(folder) / "compiled.json"
         done = subprocess.run(
-            [sys.executable, "-m", "tests.ops.compiling", module, str(out)],
+            [sys.executable, "-m", "tests.ops.compiling", module, str(capability), str(out)],
             env=env,
             capture_output=True,
             text=True,
             timeout=500,
         )
         assert done.returncode == 0, done.stderr
-        return tuple(Compiled(**fields) for fields in json.loads(out.read_text()))
+        return [Compiled(**fields) for fields in json.loads(out.read_text())]
 
 
 def find(module: str, launch: str, kernel: str, capability: int) -> Compiled:
@@ -89,7 +98,8 @@ def find(module: str, launch: str, kernel: str, capability: int) -> Compiled:
 class _AbsentGpu:
     """What Triton asks its driver before it compiles; the device's number is the capability."""
 
-    capability = 0
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -119,11 +129,11 @@ def _usage(cubin: bytes, folder: Path) -> dict[str, int]:
     }
 
 
-def _compile_all(module: str, folder: Path) -> list[Compiled]:
+def _compile_all(module: str, capability: int, folder: Path) -> list[Compiled]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    gpu = _AbsentGpu()
+    gpu = _AbsentGpu(capability)
     driver.set_active(gpu)
     compile_only = JITFunction.run
     found: list[Compiled] = []
@@ -145,13 +155,12 @@ def _compile_all(module: str, folder: Path) -> list[Compiled]:
 
     JITFunction.run = run
     launches = importlib.import_module(module).LAUNCHES
-    for gpu.capability in CAPABILITIES:
-        for launch in launches:
-            launches[launch]()
+    for launch in launches:
+        launches[launch]()
     return found
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[2])
-    kernels = _compile_all(sys.argv[1], target.parent)
+    target = Path(sys.argv[3])
+    kernels = _compile_all(sys.argv[1], int(sys.argv[2]), target.parent)
     target.write_text(json.dumps([asdict(kernel) for kernel in kernels]))
