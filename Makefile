@@ -1,17 +1,17 @@
 # make setup   make .venv and install everything into it
 # make demo    serve the carried checkpoint with three expert servers, and kill one
 # make test    lint, types and every test, side by side
-# make unit    every test
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+COMPUTING := tests/ops tests/protocol
 # several processes share few cores: OpenMP threads that spin would starve each other
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TRITON_INTERPRET ?= 1
 
-.PHONY: setup demo test lint unit clean
+.PHONY: setup demo test lint computing serving clean
 
 setup: $(VENV)/.installed
 
@@ -30,10 +30,14 @@ lint: setup
 	$(BIN)/mypy
 
 test: setup
-	$(MAKE) --jobs=2 lint unit
+	$(MAKE) --jobs=2 computing serving
 
-unit: setup
-	$(BIN)/pytest
+# two lanes, a core for each: what only computes, and what starts processes and threads that wait
+computing: lint
+	$(BIN)/pytest -p no:cacheprovider $(COMPUTING)
+
+serving: setup
+	$(BIN)/pytest -p no:cacheprovider $(COMPUTING:%=--ignore=%)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
