@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -332,3 +333,12 @@ def test_a_window_is_an_ordinary_map_that_numpy_and_torch_can_share() -> None:
     assert isinstance(window.view.obj, mmap.mmap)
     assert not window.view.readonly
     window.close()
+
+
+def test_kernels_find_a_windows_bytes_at_its_address_also_after_it_is_closed() -> None:
+    window = create_window(4096)
+    memory = window.memory
+    assert (memory.address % 128, memory.nbytes) == (0, 4096)
+    window.view[17] = 5
+    window.close()
+    assert ctypes.c_uint8.from_address(memory.address + 17).value == 5

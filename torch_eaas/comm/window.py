@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch_eaas.errors import ConfigError, TransportError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """A window's memory where this process or its GPU has it mapped, as long as this lives."""
+
+    address: int
+    """Where it begins, a multiple of 128: what the table of pairs tells the kernels."""
+
+    nbytes: int
+
+    owner: object
+    """What keeps it mapped."""
 
 
 class Window:
@@ -35,6 +50,12 @@ class Window:
         if self._memory is None:
             raise TransportError("this window is closed")
         return memoryview(self._memory)
+
+    @property
+    def memory(self) -> Memory:
+        """The window's memory by address, as kernels take it; it stays mapped after ``close``."""
+        mapped = (ctypes.c_char * self.nbytes).from_buffer(self.view)
+        return Memory(ctypes.addressof(mapped), self.nbytes, mapped)
 
     @property
     def fd(self) -> int:
