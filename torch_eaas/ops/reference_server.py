@@ -218,3 +218,14 @@ def write_replies_ref(
         capped = [min(each, _LONGEST_TIME) for each in times]
         REPLY_HEADER.pack_into(header, 0, *ours, int(version), status, size, *capped)
         pair.word(Column.REPLIES, slot).value = ServerSlots.reply_word(word)
+
+
+def count_answers_ref(
+    counters_C: Tensor, statuses_R: Tensor, num_tokens_R: Tensor, started: Tensor, now: Tensor
+) -> None:
+    """Define ``answer_counts.count_answers``."""
+    tokens = int(num_tokens_R.sum())
+    experts_us = int(now) - int(started) if tokens else 0
+    by_status = [int((statuses_R == status).sum()) for status in Status]
+    added = [1, int(tokens > 0), tokens, experts_us, *by_status]
+    counters_C += torch.tensor(added)
