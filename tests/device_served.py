@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.monitor.planned import wait_until
 from tests.served import LAYERS, WEIGHTS, D, E, I, K
 from torch_eaas.client import Client
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
@@ -68,7 +69,7 @@ def client_of(
     )
     transport = transport or SharedMemoryTransport()
     with Client(config, servers=[s.address for s in servers], transport=transport) as client:
-        client.wait_ready(LAYERS, E)
+        wait_until(lambda: len(client._connections.live) == len(servers))
         yield client
 
 
