@@ -154,14 +154,12 @@ def _fake(
 
 
 @triton.jit
-def _look(
-    at_PS: tl.tensor, is_slot: tl.tensor, seen: tl.tensor, taken: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the words, and whether any slot holds what nobody took."""
+def _look(at_PS: tl.tensor, is_slot: tl.tensor, seen: tl.tensor, taken: tl.tensor) -> tl.tensor:
+    """Return 1 if any slot holds what nobody took, else 0."""
     # without order: who reads what a word announces acquires it anew
     word = tl.load(at_PS, mask=is_slot, other=0, volatile=True)
     is_ready = (is_newer(word, taken) | is_newer(seen, taken)) & is_slot
-    return word, tl.max(tl.max(is_ready.to(tl.int32), axis=1), axis=0)
+    return tl.max(tl.max(is_ready.to(tl.int32), axis=1), axis=0)
 
 
 @triton.jit(
@@ -194,9 +192,13 @@ def _scan_kernel(
     LONGEST: tl.constexpr,
     HAS_TIMER: tl.constexpr,
 ) -> None:
-    """Look until a word is new, and write the list, round by round: each client's k-th request."""
+    """Look until a word is new, and write the list, round by round: each client's k-th request.
+
+    The list's length is where the threads agree, meanwhile, whether to look again.
+    """
     lane = tl.arange(0, PAIRS)
-    pair = ((lane + tl.load(turn)) % num_pairs).to(tl.int64)
+    first = (tl.load(turn) & 0x7FFFFFFF).to(tl.int32) % num_pairs
+    pair = (tl.where(lane < num_pairs - first, lane, lane - num_pairs) + first).to(tl.int64)
     is_pair = lane < num_pairs
     row = pairs_PC + pair * COLUMNS
     window = tl.load(row + REQUESTS, mask=is_pair, other=0)
@@ -212,12 +214,20 @@ def _scan_kernel(
     seen = tl.load(seen_PS, mask=is_slot, other=0)
     taken = tl.load(taken_PS, mask=is_slot, other=0)
     start = clock_ns(HAS_TIMER)
-    word, is_any = _look(at_PS, is_slot, seen, taken)
-    looked = 1
-    while (is_any == 0) & (looked < looks) & (clock_ns(HAS_TIMER) - start < wait_ns):
-        word, is_any = _look(at_PS, is_slot, seen, taken)
+    looked = 0
+    waits = 1
+    while waits != 0:
         looked += 1
+        is_any = _look(at_PS, is_slot, seen, taken)
+        is_late = (looked >= looks) | (clock_ns(HAS_TIMER) - start >= wait_ns)
+        # threads may see other words and other times: one's decision is everybody's
+        tl.store(num_ready, tl.where(is_late, 0, 1 - is_any))
+        tl.debug_barrier()
+        waits = tl.load(num_ready)
+        tl.debug_barrier()
 
+    # what one thread has seen, all of them see now
+    word = tl.load(at_PS, mask=is_slot, other=0, volatile=True)
     # several threads may load the same word, and not all of them may find it new
     is_new = is_newer(word, seen) & is_slot
     scanned = tl.load(scanned_P + pair, mask=is_open, other=0)
