@@ -198,13 +198,13 @@ def _scan_kernel(
     """
     lane = tl.arange(0, PAIRS)
     first = (tl.load(turn) & 0x7FFFFFFF).to(tl.int32) % num_pairs
-    pair = (tl.where(lane < num_pairs - first, lane, lane - num_pairs) + first).to(tl.int64)
+    pair = tl.where(lane < num_pairs - first, lane, lane - num_pairs) + first
     is_pair = lane < num_pairs
     row = pairs_PC + pair * COLUMNS
     window = tl.load(row + REQUESTS, mask=is_pair, other=0)
     slots = tl.load(row + SLOTS, mask=is_pair, other=0)
     is_open = is_pair & (window != 0)
-    slot = tl.arange(0, SLOTS_A_PAIR)[None, :].to(tl.int64)
+    slot = tl.arange(0, SLOTS_A_PAIR)[None, :]
     is_slot = is_open[:, None] & (slot < slots[:, None])
 
     at_PS = (window[:, None] + slot * BYTES_A_WORD).to(tl.pointer_type(tl.int64))
@@ -243,24 +243,24 @@ def _scan_kernel(
     stride = tl.load(row + REQUEST_SLOT_BYTES, mask=is_pair, other=0)
     tokens_at = (first[:, None] + slot * stride[:, None]).to(tl.pointer_type(tl.int32))
     room = tl.load(row + MAX_TOKENS, mask=is_pair, other=0)
-    tokens = tl.load(tokens_at, mask=is_ready, other=0, volatile=True).to(tl.int64) & 0xFFFFFFFF
-    tokens = tl.minimum(tokens, room[:, None])
+    tokens = tl.load(tokens_at, mask=is_ready, other=0, volatile=True).to(tl.uint32, bitcast=True)
+    tokens = tl.minimum(tokens, room[:, None].to(tl.uint32)).to(tl.int32)
     is_ready = is_ready.to(tl.int32)
     rank = tl.cumsum(is_ready, axis=1) - is_ready
     count = tl.sum(is_ready, axis=1)
     listed = 0
-    before = tl.full((), 0, tl.int64)
+    before = 0
     admitted = 0
     for k in range(num_slots):
         has_one = (count > k).to(tl.int32)
         chosen = (is_ready > 0) & (rank == k)
-        entry = (pair * num_slots + tl.sum(tl.where(chosen, slot, 0), axis=1)).to(tl.int32)
+        entry = pair * num_slots + tl.sum(tl.where(chosen, slot, 0), axis=1)
         own = tl.sum(tl.where(chosen, tokens, 0), axis=1)
         place = listed + tl.cumsum(has_one, axis=0) - has_one
         fits = (before + tl.cumsum(own, axis=0) <= max_tokens) | (place == 0)
         fits = fits & (has_one > 0) & (place < max_requests)
         tl.store(ready_R + place, entry, mask=fits)
-        tl.store(tokens_R + place, own.to(tl.int32), mask=fits)
+        tl.store(tokens_R + place, own, mask=fits)
         admitted += tl.sum(fits.to(tl.int32), axis=0)
         listed += tl.sum(has_one, axis=0)
         before += tl.sum(own, axis=0)
