@@ -17,7 +17,9 @@ from torch_eaas.device_server_iteration import DeviceIteration, IterationSizes
 from torch_eaas.device_server_pairs import DevicePair, PairRows
 from torch_eaas.device_stream import Mark
 from torch_eaas.expert_slab import ExpertSlab
+from torch_eaas.ops.pair_table import unsigned
 from torch_eaas.protocol.layout import PairSpec
+from torch_eaas.protocol.words import is_newer
 from torch_eaas.server_path import DataPath
 
 AHEAD = 2
@@ -151,7 +153,9 @@ class DevicePath(DataPath[DevicePair]):
             return True
         taken_PS = self._iteration.tables.book_3PS[2].tolist()
         for row, pair in self._rows.rows.items():
-            words = (ctypes.c_int64 * pair.spec.slots).from_address(pair.requests.address)
-            if list(words) != taken_PS[row][: pair.spec.slots]:
+            words = (ctypes.c_uint64 * pair.spec.slots).from_address(pair.requests.address)
+            if any(
+                is_newer(*each) for each in zip(words, map(unsigned, taken_PS[row]), strict=False)
+            ):
                 return True
         return False
