@@ -31,6 +31,9 @@ COUNTERS_S = 0.05
 
 LONGEST_WAIT_S = 0.05
 
+SETTLE_S = 10.0
+"""How long the iterations under way may take before the device counts as hanging."""
+
 
 class DevicePath(DataPath[DevicePair]):
     """Lets a device read windows, run experts and write answers.
@@ -108,7 +111,7 @@ class DevicePath(DataPath[DevicePair]):
             self._apply()
             mark = self._stream.mark()
         # outside of the lock: iterations may follow meanwhile
-        mark.reach()
+        mark.wait(SETTLE_S)
 
     @override
     def finish(self) -> None:
@@ -118,7 +121,7 @@ class DevicePath(DataPath[DevicePair]):
             with self._enqueuing, self._stream.current():
                 self._device_counters.ask()
                 mark = self._stream.mark()
-            mark.reach()
+            mark.wait(SETTLE_S)
             if not self._hear():
                 break
         self._slab.detach()
