@@ -133,6 +133,7 @@ class DevicePath(DataPath[DevicePair]):
         if pairs is not self._applied:
             self._rows.apply(pairs)
             self._applied = pairs
+        self._rows.release()
         if self.version != int(iteration.version.wanted):
             iteration.version.wanted = torch.tensor([self.version])
         for mirror in (iteration.version, iteration.draining):
