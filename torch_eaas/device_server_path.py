@@ -30,6 +30,7 @@ COUNTERS_S = 0.05
 """How often the counters are copied from a GPU."""
 
 LONGEST_WAIT_S = 0.05
+"""How long a server on a CPU rests at most before it looks whether its drain is over."""
 
 SETTLE_S = 10.0
 """How long the iterations under way may take before the device counts as hanging."""
