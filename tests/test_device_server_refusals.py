@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.device_served import SPEC, T, client_of, server_of, slab
 from tests.served import D, I, K, batch, call, oracle
+from tests.served_slabs import SPEC, T, client_of, server_of, slab
 from tests.test_server_control import HELLO
 from torch_eaas.comm.window import local_window
 from torch_eaas.errors import ConfigError, HandshakeRefused
