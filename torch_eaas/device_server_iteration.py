@@ -18,7 +18,6 @@ from torch_eaas.config import check_at_least
 from torch_eaas.device_stream import Mirror
 from torch_eaas.expert_slab import ExpertSlab
 from torch_eaas.ops.answer_counts import NUM_COUNTERS, count_answers
-from torch_eaas.ops.casting import cast_rows
 from torch_eaas.ops.clock import read_clock
 from torch_eaas.ops.combining import combine_rows
 from torch_eaas.ops.gemm_config import choose_block_rows
@@ -176,9 +175,9 @@ class DeviceIteration:
             requests.weights_RTK.flatten(0, 1),
             per_expert=spec.combine == "exact",
             num_tokens_S=num_tokens_R,
+            out_dtype=TORCH_DTYPES[spec.reply_dtype],
         )
-        reply_dtype = TORCH_DTYPES[spec.reply_dtype]
-        return cast_rows(out.flatten(1), reply_dtype, num_tokens_R).view(-1, spec.hidden_size)
+        return out.view(-1, spec.hidden_size)
 
 
 def _zeros(device: torch.device, dtype: torch.dtype) -> Tensor:

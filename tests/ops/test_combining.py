@@ -123,6 +123,29 @@ def test_tokens_that_no_slot_holds_are_left_alone(
     assert bool(out[rest].isnan().all())
 
 
+@BOTH
+@pytest.mark.parametrize("do", [launch, combine_rows_ref])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_are_rounded_once_at_their_end(
+    dtype: torch.dtype, do: Callable[..., Tensor], per_expert: bool
+) -> None:
+    # 257.5 is no bf16 number, 257.5 + 0.5 is one
+    rows_ND = torch.tensor([[257.5, 2.0], [0.5, 3.0]])
+    places_TK = torch.tensor([[0, 1]], dtype=torch.int32)
+    out = do(rows_ND, places_TK, torch.ones(1, 2), per_expert, None, dtype)
+    assert out.dtype == dtype
+    if per_expert:
+        assert out[0, 1].tolist() == [0.5, 3.0]
+    else:
+        assert out.tolist() == [[258.0, 5.0]]
+
+
+def test_sums_in_another_dtype_are_refused() -> None:
+    places_TK = torch.zeros((1, 1), dtype=torch.int32)
+    with pytest.raises(ConfigError, match=r"out_dtype must be float32, bfloat16 or .* got .*int32"):
+        combine_rows(torch.zeros(1, 1), places_TK, torch.zeros(1, 1), out_dtype=torch.int32)
+
+
 def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it() -> None:
     rows_ND, places_TK, weights_TK = inputs(65, 4, 300)
     whole = launch(rows_ND, places_TK, weights_TK, False, None)

@@ -36,6 +36,7 @@ def combine_rows(
     *,
     per_expert: bool = False,
     num_tokens_S: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Weight the experts' rows and bring them back into token order.
 
@@ -46,9 +47,10 @@ def combine_rows(
         per_expert: Return one row per (token, expert) instead of their sum per token.
         num_tokens_S: Tokens that each slot holds, ``(S,)`` int32, where the T tokens are S slots
             with room for T / S each. What lies beyond is neither read nor written.
+        out_dtype: Fp32, or bf16 or fp16, to which each sum or row is rounded once, at its end.
 
     Returns:
-        fp32: ``(T, D)`` sums in order of k, or ``(T, K, D)`` rows. Zero where no expert was.
+        ``(T, D)`` sums in order of k, or ``(T, K, D)`` rows. Zero where no expert was.
 
     Raises:
         ConfigError: Another dtype, shape or layout.
@@ -66,7 +68,9 @@ def combine_rows(
             f"got {tuple(weights_TK.shape)}"
         )
     check_slots(num_tokens_S, places_TK.shape[0])
-    out: Tensor = _op(rows_ND, places_TK, weights_TK, per_expert, num_tokens_S)
+    if out_dtype not in FLOATS:
+        raise ConfigError(f"out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
+    out: Tensor = _op(rows_ND, places_TK, weights_TK, per_expert, num_tokens_S, out_dtype)
     return out
 
 
@@ -76,9 +80,10 @@ def launch(
     weights_TK: Tensor,
     per_expert: bool,
     num_tokens_S: Tensor | None,
+    out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Run the kernel."""
-    out = _fake(rows_ND, places_TK, weights_TK, per_expert, num_tokens_S)
+    out = _fake(rows_ND, places_TK, weights_TK, per_expert, num_tokens_S, out_dtype)
     (num_tokens, top_k), hidden = places_TK.shape, rows_ND.shape[1]
     if out.numel() == 0:
         return out
@@ -112,9 +117,10 @@ def _fake(
     weights_TK: Tensor,
     per_expert: bool,
     num_tokens_S: Tensor | None,
+    out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     leading = tuple(places_TK.shape) if per_expert else (places_TK.shape[0],)
-    return rows_ND.new_empty((*leading, rows_ND.shape[1]), dtype=torch.float32)
+    return rows_ND.new_empty((*leading, rows_ND.shape[1]), dtype=out_dtype)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -152,16 +158,18 @@ def _combine_kernel(
             row = rows_ND + place * hidden + columns_B
             row_B = tl.load(row, mask=here_B & (place >= 0), other=0.0).to(tl.float32)
             if PER_EXPERT:
-                tl.store(out + (first + k) * hidden + columns_B, weight * row_B, mask=here_B)
+                to = out + (first + k) * hidden + columns_B
+                tl.store(to, (weight * row_B).to(out.dtype.element_ty), mask=here_B)
             else:
                 sum_B += weight * row_B
         if not PER_EXPERT:
-            tl.store(out + tl.cast(token, tl.int64) * hidden + columns_B, sum_B, mask=here_B)
+            to = out + tl.cast(token, tl.int64) * hidden + columns_B
+            tl.store(to, sum_B.to(out.dtype.element_ty), mask=here_B)
 
 
 _op = define_op(
     "combine_rows(Tensor rows_ND, Tensor places_TK, Tensor weights_TK, bool per_expert, "
-    "Tensor? num_tokens_S) -> Tensor",
+    "Tensor? num_tokens_S, ScalarType out_dtype=float) -> Tensor",
     kernel=launch,
     twin=combine_rows_ref,
     fake=_fake,

@@ -112,6 +112,7 @@ def combine_rows_ref(
     weights_TK: Tensor,
     per_expert: bool,
     num_tokens_S: Tensor | None,
+    out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Define ``torch_eaas.ops.combine_rows``: see there."""
     (num_tokens, top_k), hidden = places_TK.shape, rows_ND.shape[1]
@@ -126,7 +127,7 @@ def combine_rows_ref(
             out[tokens_n, k] = weighted_nD
         else:
             out[tokens_n] += weighted_nD
-    return out
+    return out.to(out_dtype)
 
 
 def _num_rows(rows: Tensor, totals_3: Tensor | None) -> int:
