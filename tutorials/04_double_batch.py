@@ -116,7 +116,7 @@ def picture(prof: torch.profiler.profile, columns: int = 64, ms: float = 30) -> 
 
 
 threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-with torch.no_grad(), torch.profiler.profile(experimental_config=threads) as prof:
+with torch.no_grad(), torch.profiler.profile(experimental_config=threads, acc_events=True) as prof:
     overlap(decode, x)
 for name, line in picture(prof).items():
     print(f"{name:8}{line}")

@@ -124,7 +124,7 @@ def _recorded(trace: Path | None) -> Iterator[None]:
     if trace is None:
         yield
         return
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         yield
     profiler.export_chrome_trace(str(trace))
 
