@@ -26,7 +26,7 @@ from tests.comm.transport_contract import (
     assert_call_times_out,
     eventually,
 )
-from torch_eaas.comm import polling, shared_memory, unix_link
+from torch_eaas.comm import control_endpoint, polling, unix_link
 from torch_eaas.comm.frames import receive_frame, send_frame
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
@@ -536,7 +536,7 @@ def test_only_the_same_user_and_root_are_served(
 
 @needs_x86
 def test_a_stranger_is_turned_away_before_a_byte_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "is_own_user", lambda connection: False)
+    monkeypatch.setattr(control_endpoint, "is_own_user", lambda connection: False)
     transport = SharedMemoryTransport()
     handler = PlannedHandler(transport)
     listener = transport.listen("", handler)
