@@ -30,6 +30,30 @@ assert "torch" not in sys.modules
 """
 
 
+ASKS = """
+link = transport.dial(sys.argv[1], 5)
+window = transport.create_window(64)
+_, [theirs] = link.call("handshake", {"size": 64}, [window], timeout=5)
+replies, requests = mapped(window).cast("Q"), mapped(theirs).cast("Q")
+print("open", flush=True)
+total = 0
+for n in range(1, 51):
+    requests[0] = n
+    assert transport.wait(lambda: replies[1] == n * n, 5)
+    total += replies[1]
+print(total, flush=True)
+time.sleep(60)
+"""
+"""A client that asks for squares."""
+
+
+def answer_squares(server: Transport, requests: memoryview, replies: memoryview) -> None:
+    """Answer what ``ASKS`` asks."""
+    for n in range(1, 51):
+        assert server.wait(lambda n=n: requests[0] == n, TIMEOUT_S)
+        replies[1] = n * n
+
+
 def run_script(makes: str, body: str, *args: str) -> subprocess.Popen[str]:
     """Start a process without torch that has a transport, which ``makes`` assigns."""
     # forking is what some of these scripts are for
@@ -50,6 +74,11 @@ def num_fds() -> int:
 def line_of(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
+
+
+def num_shared_maps() -> int:
+    """Return how many windows this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("/memfd:")
 
 
 class UnixTransportContract(TransportContract):
@@ -92,9 +121,12 @@ class UnixTransportContract(TransportContract):
             assert eventually(lambda: link.closed)
             with pytest.raises(PeerGone):
                 link.call("echo", {}, timeout=TIMEOUT_S)
-            # the memory outlives the process that made it
+            # the memory outlives the process that made it, to be read and written
+            made_by_it = mapped(theirs)
             assert bytes(view[:3]) == b"hi!"
-            assert bytes(mapped(theirs)[-2:]) == b"yo"
+            assert bytes(made_by_it[-2:]) == b"yo"
+            view[:3] = made_by_it[:3] = b"out"
+            assert bytes(made_by_it) == b"out" + bytes(123) + b"yo"
             link.close()
             for open_window in (window, theirs):
                 open_window.close()
@@ -136,6 +168,30 @@ class UnixTransportContract(TransportContract):
             assert eventually(lambda: handler.ended == [peer])
             view[0:1] = b"x"
 
+    def test_processes_come_exchange_words_and_are_killed_while_another_pair_goes_on(
+        self, server: Transport, client: Transport, listener: Listener, handler: PlannedHandler
+    ) -> None:
+        stays = client.dial(listener.address, TIMEOUT_S)
+        window = client.create_window(64)
+        answer, [theirs] = stays.call("handshake", {"size": 64}, [window], timeout=TIMEOUT_S)
+        for turn in range(2):
+            known = set(handler.came)
+            with self.run(ASKS, listener.address) as process:
+                assert line_of(process) == "open"
+                [peer] = set(handler.came) - known
+                requests, replies = (each[peer].cast("Q") for each in (handler.went, handler.came))
+                answer_squares(server, requests, replies)
+                assert line_of(process) == str(sum(n * n for n in range(1, 51)))
+                process.send_signal(signal.SIGKILL)
+                assert eventually(lambda peer=peer: peer in handler.ended)
+            # what was the killed process's too is memory as before
+            requests[0] = replies[1] = 7
+            mapped(theirs)[8] = turn + 1
+            assert handler.went[answer["peer"]][8] == turn + 1
+            assert not stays.closed
+        for opened in (stays, window, theirs):
+            opened.close()
+
     def test_a_forked_child_ends_nothing_of_its_parents(
         self, listener: Listener, handler: PlannedHandler, tmp_path: Path
     ) -> None:
@@ -171,7 +227,7 @@ class UnixTransportContract(TransportContract):
             assert process.returncode == 0
         assert list(tmp_path.iterdir()) == []
 
-    def test_fifty_connections_and_handshakes_leave_no_descriptor(
+    def test_a_hundred_connections_and_handshakes_leave_no_descriptor_and_no_mapping(
         self, client: Transport, listener: Listener, handler: PlannedHandler
     ) -> None:
         def once() -> None:
@@ -186,7 +242,7 @@ class UnixTransportContract(TransportContract):
             handler.came.clear()
             handler.went.clear()
 
-        before = num_fds()
-        for _ in range(50):
+        before = num_fds(), num_shared_maps()
+        for _ in range(100):
             once()
-        assert eventually(lambda: num_fds() <= before)
+        assert eventually(lambda: (num_fds(), num_shared_maps()) <= before)
