@@ -134,6 +134,7 @@ def test_what_is_left_out_has_the_verbs_defaults(tmp_path: Path) -> None:
     [server] = file.servers
     assert (server.name, server.share, server.copies, server.experts) == ("server", (0, 1), 1, None)
     assert (server.storage, server.max_rows, server.threads) == ("fp32", 2048, 1)
+    assert server.transport == "auto"
     assert server.max_restarts == 5
     assert (server.standby, server.room) == (False, 0)
     assert set(astuple(file.access)) == {None}
