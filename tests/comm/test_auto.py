@@ -14,7 +14,7 @@ from torch_eaas.comm import auto, cuda_driver
 from torch_eaas.comm.auto import (
     BETWEEN_PROCESSES,
     CANDIDATES,
-    PES_DIE_TOGETHER,
+    FIXED_PES,
     Candidate,
     choose_transport,
     transport_of,
@@ -40,7 +40,7 @@ def planned(*possible: str) -> list[Candidate]:
             name=name,
             why_not=lambda device: None if name in possible else f"no {name} on {device}",
             make=transport,
-            caveat=lambda device: PES_DIE_TOGETHER if name == "nvshmem" else "",
+            caveat=lambda device: FIXED_PES if name == "nvshmem" else "",
             reaches_gpu=True,
         )
 

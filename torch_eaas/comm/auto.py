@@ -21,34 +21,32 @@ AUTO = "auto"
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
-logger = logging.getLogger(__name__)
-
-
+HOST_MEMORY = "kernels do not reach its windows, which lie in the host's memory"
+ONE_OBJECT = "for threads of this process that are given this very object"
 NO_NVSHMEM = "this version is built without it"
-
-HOST_ONLY = "kernels do not reach its windows, which lie in the host's memory"
-THREADS_ONLY = "for threads of this process that are given this very object"
-PES_DIE_TOGETHER = (
+FIXED_PES = (
     "when a PE dies invariants 1, 3 and 4 do not hold, and access cannot be revoked; "
     "see docs/transports.md"
 )
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One transport as ``choose_transport`` knows it; ``device`` is always its argument's."""
+    """One transport as ``choose_transport`` knows it; its functions are given the device."""
 
     name: str
     """What users call it."""
 
     why_not: Callable[[str], str | None]
-    """Says why it is not possible for a device of this machine; None if it is."""
+    """Says why it is not possible here; None if it is."""
 
     make: Callable[[str], Transport]
-    """Makes it for a device."""
+    """Makes it."""
 
     caveat: Callable[[str], str]
-    """Says what a user of it must know; empty if nothing."""
+    """Says what does not hold with it; empty if nothing."""
 
     reaches_gpu: bool
     """Whether kernels read and write its windows."""
@@ -168,21 +166,21 @@ CANDIDATES = (
         name="nvshmem",
         why_not=lambda device: NO_NVSHMEM,
         make=_make_nvshmem,
-        caveat=lambda device: PES_DIE_TOGETHER,
+        caveat=lambda device: FIXED_PES,
         reaches_gpu=True,
     ),
     Candidate(
         name="shared_memory",
         why_not=_why_no_shared_memory,
         make=lambda device: SharedMemoryTransport(),
-        caveat=lambda device: "" if device == "cpu" else HOST_ONLY,
+        caveat=lambda device: "" if device == "cpu" else HOST_MEMORY,
         reaches_gpu=False,
     ),
     Candidate(
         name="loopback",
         why_not=lambda device: None,
         make=lambda device: LoopbackTransport(),
-        caveat=lambda device: THREADS_ONLY if device == "cpu" else f"{THREADS_ONLY}; {HOST_ONLY}",
+        caveat=lambda device: ONE_OBJECT if device == "cpu" else f"{ONE_OBJECT}; {HOST_MEMORY}",
         reaches_gpu=False,
     ),
 )
