@@ -15,6 +15,7 @@ _HOMES = {
     "Client": "client",
     "ClientConfig": "config",
     "ConfigError": "errors",
+    "CudaIpcTransport": "comm.cuda_ipc",
     "DoubleBatchOverlap": "dbo",
     "EaasError": "errors",
     "ExpertPool": "experts",

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Self
 
+from torch_eaas.comm.auto import transport_of
 from torch_eaas.comm.quiet import Quiet
-from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Listener, Transport
 from torch_eaas.config import ServerConfig
 from torch_eaas.errors import ConfigError
@@ -43,7 +43,8 @@ class ExpertServer:
     Args:
         experts: The experts to run; they may be added to and removed from while it serves.
         config: The server's options.
-        transport: How clients reach it; the default is shared memory on this host.
+        transport: How clients reach it: a transport, the name of one, or ``"auto"``; the default
+            is shared memory on this host.
         monitor: URL of the monitor to join, if any.
         model: The whole model that these experts belong to, told to the monitor.
         load: Adds experts that the monitor asks for, at most ``config.room`` of them. It is called
@@ -62,7 +63,7 @@ class ExpertServer:
         experts: Experts,
         config: ServerConfig | None = None,
         *,
-        transport: Transport | None = None,
+        transport: Transport | str | None = None,
         monitor: str | None = None,
         model: ModelInfo | None = None,
         load: Load | None = None,
@@ -72,7 +73,7 @@ class ExpertServer:
         self.config = config or ServerConfig()
         self.experts = experts
         self.instance = instance if instance is not None else secrets.randbits(64) | 1
-        self._transport = transport or SharedMemoryTransport()
+        self._transport = transport_of(transport or "shared_memory")
         self._clock = clock
         self._model = model
         self._runner = BatchRunner(experts, self.config.max_rows, clock, self.config.name)

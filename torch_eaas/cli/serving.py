@@ -63,6 +63,9 @@ class ServeOptions:
     address: str
     """Control endpoint; empty for any."""
 
+    transport: str
+    """The transport's name, or auto."""
+
     max_rows: int
     """Most rows of one batch."""
 
@@ -103,6 +106,7 @@ def serve(options: ServeOptions) -> int:
             fingerprint=fingerprint,
             access=options.access,
         ),
+        transport=options.transport,
         monitor=options.monitor,
         model=ModelInfo(
             fingerprint=fingerprint, layers=shape.moe_layers, num_experts=shape.num_experts
