@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = (
     {"errors"},
     {"access"},
-    {"config"},
+    {"config", "capture"},
     # placement is pure and without torch; experts says in its terms what it holds
     {"protocol", "placement"},
     {"comm", "ops"},
@@ -43,6 +43,7 @@ CLIENT = {
     "client_inputs",
     "client_pairs",
     "client_pieces",
+    "client_staging",
     "client_tickets",
     "client_turns",
 }

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torch_eaas.client_engine import CallEngine
 from torch_eaas.client_inputs import check_finite, new_call
+from torch_eaas.client_staging import Staging
 from torch_eaas.client_tickets import Tickets
 from torch_eaas.client_turns import ThreadTurn, Turn
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
@@ -74,6 +75,7 @@ class Client:
         self._clock = clock
         self._connections = Connections(config, self.instance, self._transport, clock)
         self._tickets = Tickets()
+        self._staging = Staging(config.name)
         self._thread_turn = ThreadTurn()
         self._counters: Counter[str] = Counter()
         self._engine = CallEngine(
@@ -132,7 +134,8 @@ class Client:
 
         Args:
             layer: The layer, as the servers number it.
-            x_TD: Hidden states, ``(T, D)``, fp32, bf16 or fp16, on the CPU.
+            x_TD: Hidden states, ``(T, D)``, fp32, bf16 or fp16. From a GPU all three go through
+                pinned memory, and the call waits for the device.
             ids_TK: Expert ids, ``(T, K)``; -1 and ``num_experts`` mean "no expert".
             weights_TK: Final router weights, ``(T, K)``; nobody scales them again.
             num_experts: Experts of this layer.
@@ -142,8 +145,8 @@ class Client:
             is dropped uncombined, since an error came between, is given up at the next dispatch.
 
         Raises:
-            ConfigError: A shape, dtype or id does not fit, too many dispatches are under way, or
-                the client is closed.
+            ConfigError: A shape, dtype or id does not fit, too many dispatches are under way, the
+                client is closed, or the call is captured in a CUDA graph.
             ExpertUnavailable: No server holds an expert, and none came in ``recovery_timeout``.
         """
         started = self._clock()
@@ -151,7 +154,7 @@ class Client:
             raise ConfigError(f"client {self.config.name} is closed; open one for this layer")
         if self._tickets:
             self._tickets.forget_dropped()
-        call = new_call(self.config, layer, num_experts, x_TD, ids_TK, weights_TK)
+        call = new_call(self.config, layer, num_experts, x_TD, ids_TK, weights_TK, self._staging)
         if len(self._tickets) >= self.config.max_micro_batches:
             raise ConfigError(
                 f"{len(self._tickets)} dispatches wait for their combine; "
@@ -179,10 +182,11 @@ class Client:
             add: Added to the sum before it is cast, ``(T, D)``: the shared expert's output.
 
         Returns:
-            ``(T, D)``, of the dispatched dtype.
+            ``(T, D)``, of the dispatched dtype, where the hidden states were.
 
         Raises:
             AnomalyError: The sum has NaN or Inf, and ``detect_anomalies`` is set.
+            ConfigError: The ticket was combined before, or the call is captured in a CUDA graph.
             ExpertUnavailable: An expert's servers are all gone or late, and no other came in time.
             RequestRefused: A server refused the request as malformed.
         """

@@ -6,7 +6,7 @@ Shape legend: T tokens, K experts per token, D hidden, n tokens of one share.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -143,6 +143,8 @@ class Call:
         """What the caller combines by; once it is gone, nobody will."""
         self.turn: Turn | None = None
         """Who dispatched it."""
+        self.send_home: Callable[[Tensor], Tensor] | None = None
+        """Brings the sum to where the caller's tensors are, if that is not the CPU."""
 
     @property
     def num_tokens(self) -> int:
@@ -195,6 +197,8 @@ class Call:
         sum_TD = self._sum_exact(hidden_size) if exact else self._sum_partial(hidden_size)
         if self.asked_TK is not None:
             sum_TD = sum_TD * self._scale(self.asked_TK)
+        if self.send_home is not None:
+            sum_TD = self.send_home(sum_TD)
         if add is not None:
             sum_TD = sum_TD + add.detach()
         # what one server alone answered still lies in its window

@@ -5,11 +5,14 @@ Shape legend: T tokens, K experts per token, D hidden.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from torch_eaas.client_calls import Call
 from torch_eaas.client_pieces import check_ids
+from torch_eaas.client_staging import Staging
 from torch_eaas.config import ClientConfig
 from torch_eaas.errors import AnomalyError, ConfigError
 from torch_eaas.row_views import TORCH_DTYPES
@@ -24,6 +27,7 @@ def new_call(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
+    staging: Staging,
 ) -> Call:
     """Return a call of these tokens; ConfigError names what does not fit."""
     hidden, top_k = config.hidden_size, config.top_k
@@ -39,24 +43,25 @@ def new_call(
             f"layer {layer}: expert ids and weights must be {expected}, "
             f"got {tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"
         )
-    if not x_TD.is_cpu:
-        raise ConfigError(
-            f"layer {layer}: hidden states must be on the CPU, got {x_TD.device}; "
-            f"clients on a GPU need the device path, which is not built yet"
-        )
+    x_wire = _plain(x_TD, TORCH_DTYPES[config.wire_dtype]).contiguous()
+    ids_TK, weights_TK = _plain(ids_TK, torch.int64), _plain(weights_TK, torch.float32)
+    if not (x_TD.is_cpu and ids_TK.is_cpu and weights_TK.is_cpu):
+        x_wire, ids_TK, weights_TK = staging.to_host(layer, x_wire, ids_TK, weights_TK)
     if config.detect_anomalies:
         check_finite(f"layer {layer}", "a hidden state", x_TD)
-    x_wire = _plain(x_TD, TORCH_DTYPES[config.wire_dtype]).contiguous()
     if x_wire.dtype != torch.float32:
         x_wire = x_wire.view(torch.int16)
-    return Call(
+    call = Call(
         layer,
         num_experts,
         x_wire.numpy(),
-        check_ids(layer, _plain(ids_TK, torch.int64).numpy(), num_experts),
-        _plain(weights_TK, torch.float32).numpy(),
+        check_ids(layer, ids_TK.numpy(), num_experts),
+        weights_TK.numpy(),
         x_TD.dtype,
     )
+    if not x_TD.is_cpu:
+        call.send_home = partial(staging.to_device, device=x_TD.device)
+    return call
 
 
 def check_finite(where: str, what: str, rows_TD: Tensor) -> None:
