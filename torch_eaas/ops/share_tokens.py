@@ -128,6 +128,11 @@ def _share_kernel(
         ids = tl.load(ids_TK + row, mask=is_row, other=-1)
         is_expert = (ids >= 0) & (ids < num_experts)
         pairs = tl.load(pairs_E + ids, mask=is_expert, other=-1)
+        # an id beyond the experts is nobody's either, but for their number, which means none
+        is_missing = (ids >= 0) & (ids != num_experts) & (pairs < 0)
+        missing = tl.max(tl.where(is_missing, ids, -1))
+        if missing >= 0:
+            set_abort(abort, (layer.to(tl.int64) << 32) + missing + _FIRST_MISSING)
         is_mine = is_expert & (pairs == pair)
         gets = tl.max(is_mine.to(tl.int32), axis=1)
         place = given + tl.cumsum(gets, axis=0) - gets
@@ -141,11 +146,6 @@ def _share_kernel(
         tl.store(ids_PTK + at, tl.where(is_mine, ids, -1), mask=is_copied)
         tl.store(weights_PTK + at, weights, mask=is_copied)
         given += tl.sum(gets, axis=0)
-        # an id beyond the experts is nobody's either, but for their number, which means none
-        is_missing = (ids >= 0) & (ids != num_experts) & (pairs < 0)
-        missing = tl.max(tl.where(is_missing, ids, -1))
-        if missing >= 0:
-            set_abort(abort, (layer.to(tl.int64) << 32) + missing + _FIRST_MISSING)
     tl.store(counts_P + pair, given)
 
 
