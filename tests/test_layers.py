@@ -47,7 +47,8 @@ CLIENT = {
     "client_tickets",
     "client_turns",
 }
-CLIENT |= {"connections", "directory", "routing"}
+CLIENT |= {"connections", "control_tasks", "directory", "left_windows", "open_pair", "pair_keeper"}
+CLIENT |= {"routing"}
 SERVER = {"server", "server_batch", "server_control", "server_drain", "server_loading"}
 SERVER |= {"server_pairs"}
 REMOTE_MOE = {"remote_moe", "remote_ops"}

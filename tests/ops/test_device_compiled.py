@@ -23,6 +23,7 @@ from torch_eaas.ops import (
     write_requests,
 )
 from torch_eaas.ops.pair_table import ClientTables, ServerTables
+from torch_eaas.ops.reference_client import Outcome
 from torch_eaas.ops.write_replies import refusal_texts
 from torch_eaas.protocol.layout import REPLY_FIELDS, REQUEST_FIELDS
 
@@ -37,7 +38,8 @@ def launch_wait(*, for_free: bool) -> object:
     t = ClientTables.empty(P, S)
     counts_P = zeros(P, dtype=torch.int32)
     return signal.launch(
-        t.pairs_PC, t.slots_P, t.words_PS, counts_P, zeros(1), zeros(1), 20_000, 10**9, for_free
+        *(t.pairs_PC, t.slots_P, t.words_PS, counts_P, zeros(1), zeros(1)),
+        *(zeros(P, len(Outcome)), 3, 20_000, 10**9, for_free),
     )
 
 
@@ -97,6 +99,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         zeros(256, dtype=torch.int32),
         zeros(1),
         P,
+        3,
     ),
     "add replies": lambda: launch_add(zeros(T, K, dtype=torch.int32)[:, :0], is_bf16=False),
     "add replies bf16, exact": lambda: launch_add(zeros(T, K, dtype=torch.int32), is_bf16=True),
@@ -162,7 +165,7 @@ def test_a_wait_polls_with_a_plain_load_that_acquires_at_system_scope(
     # the abort word is this GPU's own; no read-modify-write touches a peer's word
     [abort] = places(kernel, r"ld\.global\.gpu\.acquire\.b64")
     [give_up] = places(kernel, r"\batom\.")
-    assert kernel.count(r"atom\.global\.gpu\.release\.exch\.b64") == 1
+    assert kernel.count(r"atom\.global\.gpu\.release\.cas\.b64") == 1
     # once for the start, once a look
     start, look = places(kernel, "%globaltimer")
     assert start < poll < abort < look < give_up

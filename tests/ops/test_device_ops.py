@@ -22,6 +22,7 @@ from torch_eaas.ops import (
     write_replies,
 )
 from torch_eaas.ops import write_requests as writes
+from torch_eaas.ops.reference_client import Outcome
 from torch_eaas.ops.write_replies import refusal_texts
 from torch_eaas.protocol.layout import Status
 
@@ -67,6 +68,7 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
             numbers(0, 1, dtype=int32),
             numbers(0),
             2,
+            5,
         ),
     ),
     "add_replies": (
@@ -83,7 +85,17 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     ),
     "wait_words": (
         signal,
-        lambda: (*client(), numbers(1, 0, dtype=int32), numbers(0), numbers(0), 10**8, 2, False),
+        lambda: (
+            *client(),
+            numbers(1, 0, dtype=int32),
+            numbers(0),
+            numbers(0),
+            torch.full((2, len(Outcome)), -77),
+            5,
+            10**8,
+            2,
+            False,
+        ),
     ),
     "scan_slots": (slot_scan, lambda: (*server(), numbers(0, 0), numbers(1), numbers(5), 3)),
     "read_requests": (
