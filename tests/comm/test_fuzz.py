@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.comm.test_shared_memory import dial_by_hand, needs_x86, num_fds
+from tests.comm.test_shared_memory import dial_by_hand, needs_x86
 from tests.comm.transport_contract import TIMEOUT_S, PlannedHandler, eventually
+from tests.comm.unix_contract import num_fds
 from tests.json_values import VALUE, almost
 from torch_eaas.comm.frames import receive_frame
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
