@@ -35,10 +35,10 @@ def calls_of(replay: Callable[[], object], times: int) -> Counter[str]:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as found:
-        with record_function(SPAN):
-            for _ in range(times):
-                replay()
+    # the profiler ends last: it waits for the device
+    with profile(activities=activities) as found, record_function(SPAN):
+        for _ in range(times):
+            replay()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         found.export_chrome_trace(str(path))

@@ -186,11 +186,13 @@ def test_a_pool_in_a_capture_and_tokens_of_a_gpu_are_refused(capture: list[bool]
     pool = ExpertPool(D, 8)
     groups_TK, weights_TK = torch.full((2, K), -1), torch.ones(2, K)
     assert pool(torch.ones(2, D), groups_TK, weights_TK).count_nonzero() == 0
-    with pytest.raises(ConfigError, match="runs on the CPU, got tokens on meta; on a GPU a Device"):
+    with pytest.raises(
+        ConfigError, match="runs on the CPU, got a tensor on meta; on a GPU use an E"
+    ):
         pool(torch.ones(2, D, device="meta"), groups_TK, weights_TK)
     capture.append(True)
     with pytest.raises(
         ConfigError,
-        match=r"an ExpertPool, or the ExpertServer that runs it, is driven by the host.*a Device",
+        match=r"an ExpertPool is driven by the host.*use an ExpertSlab in a DeviceServer",
     ):
         pool(torch.ones(2, D), groups_TK, weights_TK)
