@@ -24,7 +24,7 @@ ROWS = (
     # placement is pure and without torch; experts says in its terms what it holds
     {"protocol", "placement"},
     {"comm", "ops"},
-    {"experts", "routers", "row_views", "spans"},
+    {"captured", "experts", "routers", "row_views", "spans"},
     {"monitor"},
     {"client", "server"},
     {"dbo"},
@@ -48,6 +48,17 @@ CLIENT = {
 }
 CLIENT |= {"connections", "control_tasks", "directory", "left_windows", "open_pair", "pair_keeper"}
 CLIENT |= {"routing"}
+CLIENT |= {
+    "captured_step",
+    "device_client",
+    "device_client_calls",
+    "device_client_eager",
+    "device_client_failover",
+    "device_client_pairs",
+    "device_client_staging",
+    "device_client_tables",
+    "device_client_words",
+}
 SERVER = {"server", "server_batch", "server_control", "server_drain", "server_loading"}
 SERVER |= {"server_pairs"}
 REMOTE_MOE = {"remote_moe", "remote_ops"}
