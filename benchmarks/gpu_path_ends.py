@@ -91,7 +91,7 @@ def new_server(
     name: str,
     device: torch.device,
     transport: Transport,
-    address: str | None = None,
+    address: str = "",
     slab: Callable[..., ExpertSlab] = ExpertSlab,
 ) -> DeviceServer:
     """Return a server of all experts that fits a client's options; it is not serving yet.
