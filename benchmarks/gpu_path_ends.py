@@ -5,6 +5,7 @@ Shape legend: T tokens, K experts per token, E experts of a layer, D hidden, I i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,9 @@ from torch_eaas.experts import ExpertWeights
 from torch_eaas.testing import random_experts
 
 Weights = Mapping[tuple[int, int], ExpertWeights]
+
+PAIRS_S = 60.0
+"""How long a client waits for its servers."""
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp8": 0.1}
 """Largest error beside the largest number, by how weights are stored."""
@@ -128,11 +132,15 @@ def new_client(
     device: torch.device,
     transport: Transport,
 ) -> DeviceClient:
-    """Return a client that has found a holder of every expert."""
+    """Return a client that has found a holder of every expert, and has a pair to every server."""
     client = DeviceClient(
         config, device=device, servers=addresses, transport=transport, max_servers=4, max_replicas=2
     )
-    client.wait_ready(range(sizes.layers), sizes.num_experts, timedelta(seconds=60))
+    client.wait_ready(range(sizes.layers), sizes.num_experts, timedelta(seconds=PAIRS_S))
+    # it is ready as soon as each expert has one holder
+    deadline = time.monotonic() + PAIRS_S
+    while client._connections.closed and time.monotonic() < deadline:
+        time.sleep(0.01)
     return client
 
 
