@@ -25,6 +25,7 @@ from benchmarks.gpu_path_ends import Sizes, new_client, new_server, transport_fo
 from benchmarks.harness import WrongResult
 from benchmarks.workers import Worker
 from torch_eaas.captured_step import CapturedStep
+from torch_eaas.expert_slab import ExpertSlab
 
 DEEP = Sizes(hidden=256, intermediate=128, num_experts=4, top_k=2, layers=60, max_tokens=64)
 QUICK_DEEP = Sizes(hidden=32, intermediate=16, num_experts=4, top_k=2, layers=5, max_tokens=8)
@@ -58,7 +59,14 @@ def processes_with_mps(with_mps: bool) -> Iterator[None]:
             os.environ[MPS_DIRECTORY] = before
 
 
-def serve(pipe: Pipe, sizes: Sizes, options: dict[str, Any], device: str, name: str) -> None:
+def serve(
+    pipe: Pipe,
+    sizes: Sizes,
+    options: dict[str, Any],
+    device: str,
+    name: str,
+    slab: type[ExpertSlab],
+) -> None:
     """Serve every expert until the pipe ends; send the control address first."""
     torch.set_num_threads(1)
     where = torch.device(device)
@@ -69,6 +77,7 @@ def serve(pipe: Pipe, sizes: Sizes, options: dict[str, Any], device: str, name: 
         name=name,
         device=where,
         transport=transport_for(where),
+        slab=slab,
     )
     with server:
         server.serve_in_background()
@@ -79,9 +88,16 @@ def serve(pipe: Pipe, sizes: Sizes, options: dict[str, Any], device: str, name: 
             pass
 
 
-def start_server(sizes: Sizes, options: dict[str, Any], device: torch.device, name: str) -> Worker:
+def start_server(
+    sizes: Sizes,
+    options: dict[str, Any],
+    device: torch.device,
+    name: str,
+    slab: type[ExpertSlab] = ExpertSlab,
+) -> Worker:
     """Start a server's process; its address is what it sends first."""
-    return Worker(serve, (sizes, options, str(device), name), cores=sorted(os.sched_getaffinity(0)))
+    given = (sizes, options, str(device), name, slab)
+    return Worker(serve, given, cores=sorted(os.sched_getaffinity(0)))
 
 
 @contextmanager
