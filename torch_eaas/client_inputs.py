@@ -12,7 +12,9 @@ from torch_eaas.client_calls import Call
 from torch_eaas.client_pieces import check_ids
 from torch_eaas.config import ClientConfig
 from torch_eaas.errors import AnomalyError, ConfigError
-from torch_eaas.row_views import TORCH_DTYPES
+from torch_eaas.ops.quantize import quantize_blocks
+from torch_eaas.protocol.layout import SCALE_COLUMNS
+from torch_eaas.row_views import TORCH_DTYPES, as_numpy
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,16 +48,20 @@ def new_call(
         )
     if config.detect_anomalies:
         check_finite(f"layer {layer}", "a hidden state", x_TD)
-    x_wire = _plain(x_TD, TORCH_DTYPES[config.wire_dtype]).contiguous()
-    if x_wire.dtype != torch.float32:
-        x_wire = x_wire.view(torch.int16)
+    scales_Td = None
+    if config.wire_dtype == "fp8":
+        # each token for itself: its bits depend on no other, so not on how a batch is cut
+        x_wire, scales_Td = quantize_blocks(x_TD.detach(), (1, SCALE_COLUMNS))
+    else:
+        x_wire = _plain(x_TD, TORCH_DTYPES[config.wire_dtype]).contiguous()
     return Call(
         layer,
         num_experts,
-        x_wire.numpy(),
+        as_numpy(x_wire),
         check_ids(layer, _plain(ids_TK, torch.int64).numpy(), num_experts),
         _plain(weights_TK, torch.float32).numpy(),
         x_TD.dtype,
+        None if scales_Td is None else scales_Td.numpy(),
     )
 
 
