@@ -98,6 +98,7 @@ def write_requests_ref(
     ids_PTK: Tensor,
     weights_PTK: Tensor,
     x_ND: Tensor,
+    scales_Nd: Tensor | None,
     gate: Tensor,
     arrivals_P: Tensor,
     version: Tensor,
@@ -111,11 +112,14 @@ def write_requests_ref(
             continue
         pair, slot = PairMemory(pairs_PC, p), int(slots_P[p])
         word = next_word(unsigned(int(words_PS[p, slot])), REQUEST)
-        parts = (
+        tokens_T = tokens_PT[p, :count].long()
+        parts = [
             (HEADER_BYTES, ids_PTK[p, :count]),
             (pair[Column.WEIGHTS_OFFSET], weights_PTK[p, :count]),
-            (pair[Column.HIDDEN_OFFSET], x_ND[tokens_PT[p, :count].long()]),
-        )
+            (pair[Column.HIDDEN_OFFSET], x_ND[tokens_T]),
+        ]
+        if scales_Nd is not None:
+            parts.append((pair[Column.SCALES_OFFSET], scales_Nd[tokens_T]))
         for offset, part in parts:
             copy_bits(part, pair.slot(Column.REQUESTS, slot, offset, part.nbytes))
         header = pair.slot(Column.REQUESTS, slot, 0, REQUEST_HEADER.size)
