@@ -23,7 +23,7 @@ ROWS = (
     {"config"},
     # placement is pure and without torch; experts says in its terms what it holds
     {"protocol", "placement"},
-    {"comm", "ops"},
+    {"comm", "ops", "device"},
     {"experts", "routers", "row_views", "spans"},
     {"monitor"},
     {"client", "server"},
@@ -48,7 +48,11 @@ CLIENT = {
 }
 CLIENT |= {"connections", "directory", "routing"}
 SERVER = {"server", "server_batch", "server_control", "server_drain", "server_loading"}
-SERVER |= {"server_pairs"}
+SERVER |= {"server_base", "server_pairs", "server_path"}
+SERVER |= {"device_server", "device_server_counters", "device_server_iteration"}
+SERVER |= {"device_server_pairs", "device_server_path"}
+DEVICE = {"captured", "device_stream"}
+EXPERTS = {"experts", "expert_slab", "slab_memory"}
 REMOTE_MOE = {"remote_moe", "remote_ops"}
 DBO = {"dbo", "batch_splitting", "thread_state", "turns"}
 TOP = {"", "__main__"}
@@ -56,6 +60,8 @@ TOP = {"", "__main__"}
 UNITS = (
     ("client", CLIENT),
     ("server", SERVER),
+    ("device", DEVICE),
+    ("experts", EXPERTS),
     ("dbo", DBO),
     ("remote_moe", REMOTE_MOE),
     ("top", TOP),

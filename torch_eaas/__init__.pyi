@@ -8,6 +8,7 @@ from torch_eaas.config import ClientConfig as ClientConfig
 from torch_eaas.config import MonitorConfig as MonitorConfig
 from torch_eaas.config import ServerConfig as ServerConfig
 from torch_eaas.dbo import DoubleBatchOverlap as DoubleBatchOverlap
+from torch_eaas.device_server import DeviceServer as DeviceServer
 from torch_eaas.errors import AccessDenied as AccessDenied
 from torch_eaas.errors import AnomalyError as AnomalyError
 from torch_eaas.errors import CheckpointError as CheckpointError
@@ -22,6 +23,7 @@ from torch_eaas.errors import RequestRefused as RequestRefused
 from torch_eaas.errors import StalePeer as StalePeer
 from torch_eaas.errors import TransportError as TransportError
 from torch_eaas.errors import TurnTimeout as TurnTimeout
+from torch_eaas.expert_slab import ExpertSlab as ExpertSlab
 from torch_eaas.experts import ExpertPool as ExpertPool
 from torch_eaas.experts import ExpertWeights as ExpertWeights
 from torch_eaas.models.load import load_client as load_client

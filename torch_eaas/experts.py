@@ -73,6 +73,42 @@ class ExpertWeights:
         return ExpertWeights(gate[0], up[0], down[0], (gate[1], up[1], down[1]), self.block)
 
 
+def check_weights(
+    layer: int, expert: int, weights: ExpertWeights, hidden_size: int, intermediate_size: int
+) -> None:
+    """Refuse an expert that is not one of these sizes.
+
+    Raises:
+        ConfigError: A matrix has another shape, is not of floats, or scales are missing.
+    """
+    wanted = (intermediate_size, hidden_size)
+    scales = weights.scales or (None, None, None)
+    for name, matrix, scale, shape in (
+        ("gate", weights.gate_ID, scales[0], wanted),
+        ("up", weights.up_ID, scales[1], wanted),
+        ("down", weights.down_DI, scales[2], wanted[::-1]),
+    ):
+        if tuple(matrix.shape) != shape:
+            raise ConfigError(
+                f"layer {layer}, expert {expert}: {name} must be {shape}, got {tuple(matrix.shape)}"
+            )
+        if not matrix.is_floating_point():
+            raise ConfigError(
+                f"layer {layer}, expert {expert}: {name} must be of floats, got {matrix.dtype}"
+            )
+        if (matrix.dtype == torch.float8_e4m3fn) != (scale is not None):
+            raise ConfigError(
+                f"layer {layer}, expert {expert}: block scales belong to float8_e4m3fn "
+                f"weights and to no others, got {name} of {matrix.dtype}"
+            )
+        grid = tuple(-(-n // b) for n, b in zip(shape, weights.block, strict=True))
+        if scale is not None and tuple(scale.shape) != grid:
+            raise ConfigError(
+                f"layer {layer}, expert {expert}: scales of {name} must be {grid} for blocks "
+                f"of {weights.block}, got {tuple(scale.shape)}"
+            )
+
+
 class _Expert(NamedTuple):
     """One expert as it is kept, gate and up stacked: ``(2 I, D)`` and ``(D, I)``."""
 
@@ -147,7 +183,7 @@ class ExpertPool(nn.Module):
         for (layer, expert), weights in experts.items():
             check_at_least("layer", layer, 0)
             check_at_least("expert", expert, 0)
-            self._check(layer, expert, weights)
+            check_weights(layer, expert, weights, self.hidden_size, self.intermediate_size)
             new[layer, expert] = _kept(weights, self.storage)
         self._replace({**self._experts, **new})
 
@@ -216,31 +252,6 @@ class ExpertPool(nn.Module):
         hidden = grouped_linear(x_nD, gate_up, counts, deterministic=deterministic)
         inner = swiglu_ref(hidden).to(down[0].dtype)
         return grouped_linear(inner, down, counts, deterministic=deterministic)
-
-    def _check(self, layer: int, expert: int, weights: ExpertWeights) -> None:
-        wanted = (self.intermediate_size, self.hidden_size)
-        scales = weights.scales or (None, None, None)
-        for name, matrix, scale, shape in (
-            ("gate", weights.gate_ID, scales[0], wanted),
-            ("up", weights.up_ID, scales[1], wanted),
-            ("down", weights.down_DI, scales[2], wanted[::-1]),
-        ):
-            if tuple(matrix.shape) != shape:
-                raise ConfigError(
-                    f"layer {layer}, expert {expert}: {name} must be {shape}, "
-                    f"got {tuple(matrix.shape)}"
-                )
-            if (matrix.dtype == torch.float8_e4m3fn) != (scale is not None):
-                raise ConfigError(
-                    f"layer {layer}, expert {expert}: block scales belong to float8_e4m3fn "
-                    f"weights and to no others, got {name} of {matrix.dtype}"
-                )
-            grid = tuple(-(-n // b) for n, b in zip(shape, weights.block, strict=True))
-            if scale is not None and tuple(scale.shape) != grid:
-                raise ConfigError(
-                    f"layer {layer}, expert {expert}: scales of {name} must be {grid} for blocks "
-                    f"of {weights.block}, got {tuple(scale.shape)}"
-                )
 
     def _replace(self, experts: dict[tuple[int, int], _Expert]) -> None:
         self._experts = experts

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torch_eaas.comm.window import Window
 from torch_eaas.errors import TransportError
 from torch_eaas.protocol.layout import (
     REPLY_HEADER,
@@ -62,8 +63,8 @@ class ServerPair:
         instance: The client's instance id.
         epoch: The number of the pair's window.
         spec: What was agreed.
-        requests: The request window's bytes; the client writes them.
-        replies: The reply window's bytes; this server writes them.
+        requests: The request window; the client writes it.
+        replies: The reply window; this server writes it.
         now: The server's clock.
     """
 
@@ -75,8 +76,8 @@ class ServerPair:
         instance: int,
         epoch: int,
         spec: PairSpec,
-        requests: memoryview,
-        replies: memoryview,
+        requests: Window,
+        replies: Window,
         now: float,
     ) -> None:
         self.peer, self.client, self.instance, self.epoch = peer, client, instance, epoch
@@ -85,11 +86,11 @@ class ServerPair:
         self.is_silent = False
         """Whether the client may be dead: it is looked at seldom, until it asks again."""
         self._next_scan = 0.0
-        self._requests = requests
-        self._replies = replies
+        self._requests = requests.view
+        self._replies = replies.view
         num_words = spec.slots * WORD_BYTES
-        self._request_words = requests[:num_words].cast("Q")
-        self._reply_words = replies[:num_words].cast("Q")
+        self._request_words = self._requests[:num_words].cast("Q")
+        self._reply_words = self._replies[:num_words].cast("Q")
         self._copied: tuple[int, int, tuple[int, ...]] = (-1, 0, ())
         slots = range(spec.slots)
         self._request_at = [spec.request_slot(slot) for slot in slots]
@@ -99,7 +100,7 @@ class ServerPair:
             self._small(np.float32, at + spec.weights_offset) for at in self._request_at
         ]
         self._hidden = RowViews(
-            requests,
+            self._requests,
             TORCH_DTYPES[spec.wire_dtype],
             (spec.max_tokens, spec.hidden_size),
             [at + spec.hidden_offset for at in self._request_at],
@@ -113,7 +114,7 @@ class ServerPair:
                 [at + spec.scales_offset for at in self._request_at],
             )
         self._rows = RowViews(
-            replies,
+            self._replies,
             TORCH_DTYPES[spec.reply_dtype],
             spec.rows_shape,
             [at + spec.rows_offset for at in self._reply_at],

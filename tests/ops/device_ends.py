@@ -194,7 +194,7 @@ class DeviceServer:
         """
         spec = self.spec
         started = torch.tensor([clock()])
-        ready_R, num_ready = scan_slots(self.tables, started, R)
+        ready_R, tokens_R, num_ready = scan_slots(self.tables, started, R)
         requests = read_requests(
             self.tables,
             ready_R,
@@ -203,6 +203,7 @@ class DeviceServer:
             self._groups_LE,
             max_tokens=spec.max_tokens,
             top_k=spec.top_k,
+            tokens_R=tokens_R,
         )
         x_RTD = torch.full((R, spec.max_tokens, spec.hidden_size), float("nan"))
         x_RTD, scales_RTd = x_RTD.to(DTYPES[spec.wire_dtype]), None

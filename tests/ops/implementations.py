@@ -11,12 +11,19 @@ import pytest
 import triton
 
 from torch_eaas.ops import (
+    activation,
     add_replies,
+    answer_counts,
+    casting,
     choose_replicas,
+    combining,
     gate,
+    gemm,
+    packing,
     read_hidden,
     read_requests,
     share_tokens,
+    shrinking,
     signal,
     slot_scan,
     write_replies,
@@ -25,6 +32,7 @@ from torch_eaas.ops import (
 
 MODULES: tuple[ModuleType, ...] = (
     add_replies,
+    answer_counts,
     choose_replicas,
     gate,
     read_hidden,
@@ -36,6 +44,8 @@ MODULES: tuple[ModuleType, ...] = (
     write_requests,
 )
 
+ARITHMETIC: tuple[ModuleType, ...] = (casting, combining, gemm, packing, shrinking)
+
 
 def use_kernels(patch: pytest.MonkeyPatch) -> None:
     """Let every op of the device path run its kernel, on CPU tensors."""
@@ -43,6 +53,14 @@ def use_kernels(patch: pytest.MonkeyPatch) -> None:
         pytest.skip("kernels run on CPU tensors with TRITON_INTERPRET=1 only")
     for module in MODULES:
         patch.setattr(module, "_op", module.launch)
+
+
+def use_all_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Let the experts run their kernels too; not in FP8, whose casts the interpreter gets wrong."""
+    use_kernels(patch)
+    for module in ARITHMETIC:
+        patch.setattr(module, "_op", module.launch)
+    patch.setattr(activation, "_swiglu_op", activation.launch)
 
 
 @pytest.fixture(params=["kernels", "twins"])

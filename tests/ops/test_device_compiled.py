@@ -51,15 +51,16 @@ def launch_add(ids_TK: torch.Tensor, *, is_bf16: bool) -> object:
 
 def launch_scan() -> object:
     t = ServerTables.empty(P, S)
-    return slot_scan.launch(t.pairs_PC, t.book_3PS, t.scanned_P, t.turn, zeros(1), R)
+    books = (t.pairs_PC, t.book_3PS, t.scanned_P, t.turn)
+    return slot_scan.launch(*books, zeros(1), R, 256, 50, 10**9)
 
 
 def launch_read() -> object:
     t = ServerTables.empty(P, S)
     draining, groups_LE = zeros(1, dtype=torch.int32), zeros(61, 256, dtype=torch.int32)
-    return read_requests.launch(
-        t.pairs_PC, t.book_3PS, zeros(R, dtype=torch.int32), zeros(1), draining, groups_LE, T, K
-    )
+    tokens_R = zeros(R, dtype=torch.int32)
+    lists = (zeros(R, dtype=torch.int32), zeros(1), draining, groups_LE)
+    return read_requests.launch(t.pairs_PC, t.book_3PS, *lists, T, K, tokens_R)
 
 
 def launch_write_requests(dtype: torch.dtype, hidden: int = D, layer: int = 3) -> object:

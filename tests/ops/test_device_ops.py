@@ -87,7 +87,10 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
         signal,
         lambda: (*client(), numbers(1, 0, dtype=int32), numbers(0), numbers(0), 10**8, 2, False),
     ),
-    "scan_slots": (slot_scan, lambda: (*server(), numbers(0, 0), numbers(1), numbers(5), 3)),
+    "scan_slots": (
+        slot_scan,
+        lambda: (*server(), numbers(0, 0), numbers(1), numbers(5), 3, 9, 0, 1),
+    ),
     "read_requests": (
         read_requests,
         lambda: (
@@ -98,6 +101,7 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
             numbers(0, 1, dtype=int32)[None],
             3,
             2,
+            numbers(1, 0, dtype=int32),
         ),
     ),
     "read_hidden": (

@@ -20,7 +20,7 @@ S = SPEC.slots
 
 
 def scan(tables: ServerTables, now: int = 0, max_requests: int = 8) -> list[int]:
-    ready_R, num_ready = scan_slots(tables, numbers(now), max_requests)
+    ready_R, _, num_ready = scan_slots(tables, numbers(now), max_requests)
     listed: list[int] = ready_R.tolist()
     count = int(num_ready)
     assert listed[count:] == [-1] * (max_requests - count)

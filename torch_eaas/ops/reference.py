@@ -109,6 +109,14 @@ def dequantize_rows_ref(
     return out_MK
 
 
+def cast_rows_ref(x_MK: Tensor, dtype: torch.dtype, num_tokens_S: Tensor) -> Tensor:
+    """Define ``casting.cast_rows``: see there."""
+    held_m = _held_tokens(num_tokens_S, len(x_MK))
+    out_MK = torch.empty_like(x_MK, dtype=dtype)
+    out_MK[held_m] = x_MK[held_m].to(dtype)
+    return out_MK
+
+
 def combine_rows_ref(
     rows_ND: Tensor,
     places_TK: Tensor,
