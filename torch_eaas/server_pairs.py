@@ -108,7 +108,7 @@ class ServerPair:
         self._scales = None
         if spec.scales_per_token:
             self._scales = RowViews(
-                requests,
+                self._requests,
                 torch.float32,
                 (spec.max_tokens, spec.scales_per_token),
                 [at + spec.scales_offset for at in self._request_at],

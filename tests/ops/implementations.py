@@ -22,6 +22,7 @@ from torch_eaas.ops import (
     packing,
     read_hidden,
     read_requests,
+    row_dequantizer,
     share_tokens,
     shrinking,
     signal,
@@ -44,7 +45,14 @@ MODULES: tuple[ModuleType, ...] = (
     write_requests,
 )
 
-ARITHMETIC: tuple[ModuleType, ...] = (casting, combining, gemm, packing, shrinking)
+ARITHMETIC: tuple[ModuleType, ...] = (
+    casting,
+    combining,
+    gemm,
+    packing,
+    row_dequantizer,
+    shrinking,
+)
 
 
 def use_kernels(patch: pytest.MonkeyPatch) -> None:
