@@ -106,10 +106,10 @@ class DeviceClient:
             max_servers=max_servers,
             max_replicas=max_replicas,
         )
-        self._failover = DeviceFailover(
-            Parts(config, self._connections, self._tables, self._counters, clock)
-        )
         self._stages = DeviceStages(config, self._tables, self.device)
+        self._failover = DeviceFailover(
+            Parts(config, self._connections, self._tables, self._counters, clock, self._stages.text)
+        )
         self._eager = EagerCalls(config, self._stages, self._tables, self._failover)
         count = config.max_micro_batches
         self._step = StepWords(count, max_servers, self.device)

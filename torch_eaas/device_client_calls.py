@@ -15,13 +15,14 @@ from torch import Tensor
 from torch_eaas.client_turns import Turn
 from torch_eaas.config import ClientConfig
 from torch_eaas.device_client_tables import DeviceTables
-from torch_eaas.device_client_words import LaneWords, StepWords
+from torch_eaas.device_client_words import Failure, LaneWords, StepWords
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.add_replies import add_replies
 from torch_eaas.ops.choose_replicas import choose_replicas
 from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.launching import FLOATS
 from torch_eaas.ops.pair_table import ClientTables
+from torch_eaas.ops.read_text import read_text
 from torch_eaas.ops.share_tokens import share_tokens
 from torch_eaas.ops.signal import wait_free, wait_replies
 from torch_eaas.ops.write_requests import Shares, write_requests
@@ -218,6 +219,10 @@ class DeviceStages:
         is_done_TK = is_expert_TK & (pairs_TK >= 0) & answered_P[pairs_TK.clamp(min=0).long()]
         call.ids_TK = call.ids_TK.masked_fill(is_done_TK, -1)
         return sum_TD
+
+    def text(self, failure: Failure) -> str:
+        """Return what the server that refused a request said."""
+        return read_text(self._client_tables[failure.micro_batch], failure.pair, failure.size)
 
     def _sum(self, call: DeviceCall, places_PT: Tensor, gate: Tensor, add_TD: Tensor) -> Tensor:
         return add_replies(

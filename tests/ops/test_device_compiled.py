@@ -16,6 +16,7 @@ from torch_eaas.ops import (
     gate,
     read_hidden,
     read_requests,
+    read_text,
     share_tokens,
     signal,
     slot_scan,
@@ -105,6 +106,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "add replies bf16, exact": lambda: launch_add(zeros(T, K, dtype=torch.int32), is_bf16=True),
     "wait for replies": lambda: launch_wait(for_free=False),
     "wait for free slots": lambda: launch_wait(for_free=True),
+    "read a text": lambda: read_text.launch(
+        ClientTables.empty(P, S).pairs_PC, ClientTables.empty(P, S).slots_P, 2, 60
+    ),
     "close a gate": lambda: gate.launch(zeros(1), zeros(1)),
     "read the clock": lambda: clock.launch(zeros(1)),
     "scan": launch_scan,
@@ -165,7 +169,7 @@ def test_a_wait_polls_with_a_plain_load_that_acquires_at_system_scope(
     # the abort word is this GPU's own; no read-modify-write touches a peer's word
     [abort] = places(kernel, r"ld\.global\.gpu\.acquire\.b64")
     [give_up] = places(kernel, r"\batom\.")
-    assert kernel.count(r"atom\.global\.gpu\.release\.cas\.b64") == 1
+    assert kernel.count(r"atom\.global\.release\.gpu\.cas\.b64") == 1
     # once for the start, once a look
     start, look = places(kernel, "%globaltimer")
     assert start < poll < abort < look < give_up

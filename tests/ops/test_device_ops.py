@@ -16,6 +16,7 @@ from torch_eaas.ops import (
     gate,
     read_hidden,
     read_requests,
+    read_text,
     share_tokens,
     signal,
     slot_scan,
@@ -97,6 +98,7 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
             False,
         ),
     ),
+    "read_text": (read_text, lambda: (*client()[:2], 0, 5)),
     "scan_slots": (slot_scan, lambda: (*server(), numbers(0, 0), numbers(1), numbers(5), 3)),
     "read_requests": (
         read_requests,

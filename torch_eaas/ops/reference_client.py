@@ -23,6 +23,9 @@ from torch_eaas.protocol.layout import (
 )
 from torch_eaas.protocol.words import REQUEST, is_free, is_mine, next_word
 
+MAX_TEXT = 4096
+"""Most bytes of an error's text that a client reads."""
+
 _PAUSE_S = 2e-5
 """Between two looks at a word on a CPU."""
 
@@ -250,3 +253,12 @@ def choose_replicas_ref(ids_TK: Tensor, holders_EH: Tensor, num_pairs: int) -> T
             loads[pair] += 1
         pairs.append(pair)
     return torch.tensor(pairs, dtype=torch.int32)
+
+
+def read_text_ref(pairs_PC: Tensor, slots_P: Tensor, pair: int, size: int) -> Tensor:
+    """Define ``read_text.read_text``."""
+    memory = PairMemory(pairs_PC, pair)
+    room = memory[Column.REPLY_SLOT_BYTES] - HEADER_BYTES
+    count = max(0, min(size, room, MAX_TEXT))
+    text = memory.slot(Column.REPLIES, int(slots_P[pair]), HEADER_BYTES, count)
+    return torch.tensor(list(text) + [0] * (MAX_TEXT - count), dtype=torch.uint8)
