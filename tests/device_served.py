@@ -105,8 +105,8 @@ def moe_sum(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
 def inputs(num_tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, ids and weights; sixty layers of them stay exact sums of powers of two."""
     x_TD = torch.arange(1.0, num_tokens * D + 1).view(num_tokens, D)
-    ids_TK = torch.tensor([[(t + 2 * k) % E for k in range(K)] for t in range(num_tokens)])
-    return x_TD, ids_TK.view(num_tokens, K), torch.full((num_tokens, K), 2.0**-6)
+    ids_TK = (torch.arange(num_tokens)[:, None] + 2 * torch.arange(K)) % E
+    return x_TD, ids_TK, torch.full((num_tokens, K), 2.0**-6)
 
 
 def every_expert(layers: int) -> list[tuple[int, int]]:

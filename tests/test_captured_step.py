@@ -126,7 +126,7 @@ def test_placement_servers_and_tokens_change_under_one_captured_step() -> None:
     with world(every_expert(2), every_expert(2)) as servers:
         late = "unix:@torch-eaas-test-late-server"
         addresses = [*(server.address for server in servers.servers), late]
-        client = servers.client(servers=addresses)
+        client = servers.client(servers=addresses, graph_wait=timedelta(seconds=1))
         stub = Stub(client, range(2))
         step = CapturedStep(client, stub)
         assert_right(stub, step.run())
