@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from tests.device_served import (
+from tests.ops.implementations import use_all_kernels
+from tests.served import LAYERS, WEIGHTS, D, E, I, batch, call
+from tests.served_slabs import (
     SPEC,
     T,
     client_of,
@@ -18,8 +20,6 @@ from tests.device_served import (
     whole_tokens,
     whole_weights,
 )
-from tests.ops.implementations import use_all_kernels
-from tests.served import LAYERS, WEIGHTS, D, E, I, batch, call
 from torch_eaas.errors import ConfigError
 from torch_eaas.experts import ExpertPool
 from torch_eaas.ops.quantize import dequantize_blocks, quantize_blocks

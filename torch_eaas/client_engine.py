@@ -50,7 +50,7 @@ class CallEngine:
         config: ClientConfig,
         instance: int,
         transport: Transport,
-        connections: Connections,
+        connections: Connections[Connection],
         *,
         clock: Callable[[], float],
         counters: Counter[str],

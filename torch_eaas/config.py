@@ -89,6 +89,10 @@ class ClientConfig:
     """How long a layer waits for a holder of an expert whose holders are all dead, leaving, or
     late by more than ``request_timeout``."""
 
+    graph_wait: timedelta = timedelta(milliseconds=20)
+    """On the device path, how long one wait on the device lasts: there is no hedging within a
+    captured step, so this is what a server that hangs or dies costs, once a step."""
+
     on_missing: Literal["raise", "drop"] = "raise"
     """What then happens: ``ExpertUnavailable``, or the token's other experts make up for it."""
 
@@ -107,7 +111,8 @@ class ClientConfig:
         check_choice("reply_dtype", self.reply_dtype, Literal["fp32", "bf16"])
         check_choice("combine", self.combine, Combine)
         check_choice("on_missing", self.on_missing, Literal["raise", "drop"])
-        for name in ("request_timeout", "first_request_timeout", "recovery_timeout"):
+        durations = ("request_timeout", "first_request_timeout", "recovery_timeout", "graph_wait")
+        for name in durations:
             check_positive(name, getattr(self, name))
         if self.hedge_after is not None:
             check_positive("hedge_after", self.hedge_after)

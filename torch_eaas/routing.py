@@ -71,6 +71,14 @@ class LayerRoutes:
         """Whether every expert has a server that can be asked."""
         self.has_replicas = any(len(holders) > 1 for holders in self._holders)
 
+    @property
+    def holders(self) -> Sequence[tuple[int, ...]]:
+        """Of each expert the servers that may be asked, indices into ``servers``.
+
+        The first of them is another one for another client, or expert.
+        """
+        return self._holders
+
     def choose(self, ids_TK: NDArray[np.int64]) -> NDArray[np.int16]:
         """Choose one server per expert of this batch: the holder with the fewest active experts.
 

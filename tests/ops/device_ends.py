@@ -17,6 +17,7 @@ from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.pair_table import ClientTables, ServerTables, pair_row
 from torch_eaas.ops.read_hidden import read_hidden
 from torch_eaas.ops.read_requests import read_requests
+from torch_eaas.ops.reference_client import Outcome
 from torch_eaas.ops.signal import wait_free, wait_replies
 from torch_eaas.ops.slot_scan import scan_slots
 from torch_eaas.ops.write_replies import Answers, refusal_texts, write_replies
@@ -74,6 +75,8 @@ class DeviceClient:
         self.tables = ClientTables.empty(PAIRS, spec.slots)
         self.abort = torch.zeros(1, dtype=torch.int64)
         self._gate = torch.zeros(1, dtype=torch.int64)
+        self.outcomes_PO = torch.zeros(PAIRS, len(Outcome), dtype=torch.int64)
+        self._layer = 0
         self._windows: dict[int, Windows] = {}
         self._arrivals_P = torch.zeros(PAIRS, dtype=torch.int32)
         self._version = torch.ones(1, dtype=torch.int64)
@@ -87,6 +90,7 @@ class DeviceClient:
     def begin(self) -> None:
         """Begin a step, as a graph's first node does."""
         self.abort.zero_()
+        self.outcomes_PO.zero_()
 
     def send(
         self, layer: int, x: Tensor, parts: Mapping[int, Part], *, budget_us: int, looks: int = 100
@@ -117,9 +121,12 @@ class DeviceClient:
             shares.counts_P,
             self._gate,
             self.abort,
+            self.outcomes_PO,
+            layer=layer,
             timeout_us=ENOUGH_US,
             looks=looks,
         )
+        self._layer = layer
         close_gate(self.abort, self._gate)
         write_requests(
             self.tables,
@@ -138,12 +145,19 @@ class DeviceClient:
         return shares.counts_P
 
     def wait(self, counts_P: Tensor, looks: int) -> tuple[list[int], Tensor]:
-        """Wait for the answers; return what became of each, and the headers."""
+        """Wait for the answers; return what became of each in this layer, and the headers."""
         close_gate(self.abort, self._gate)
-        waited_P, replies_PF = wait_replies(
-            self.tables, counts_P, self._gate, self.abort, timeout_us=ENOUGH_US, looks=looks
+        wait_replies(
+            self.tables,
+            counts_P,
+            self._gate,
+            self.abort,
+            self.outcomes_PO,
+            layer=self._layer,
+            timeout_us=ENOUGH_US,
+            looks=looks,
         )
-        return waited_P.tolist(), replies_PF
+        return self.outcomes_PO[:, 0].tolist(), self.outcomes_PO[:, 2:]
 
     def rows(self, p: int, slot: int, count: int) -> Tensor:
         """Return an answer's rows where they lie."""

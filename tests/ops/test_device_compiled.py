@@ -16,6 +16,7 @@ from torch_eaas.ops import (
     gate,
     read_hidden,
     read_requests,
+    read_text,
     share_tokens,
     signal,
     slot_scan,
@@ -23,6 +24,7 @@ from torch_eaas.ops import (
     write_requests,
 )
 from torch_eaas.ops.pair_table import ClientTables, ServerTables
+from torch_eaas.ops.reference_client import Outcome
 from torch_eaas.ops.write_replies import refusal_texts
 from torch_eaas.protocol.layout import REPLY_FIELDS, REQUEST_FIELDS
 
@@ -38,7 +40,8 @@ def launch_wait(*, for_free: bool) -> object:
     t = ClientTables.empty(P, S)
     counts_P = zeros(P, dtype=torch.int32)
     return signal.launch(
-        t.pairs_PC, t.slots_P, t.words_PS, counts_P, zeros(1), zeros(1), 20_000, 10**9, for_free
+        *(t.pairs_PC, t.slots_P, t.words_PS, counts_P, zeros(1), zeros(1)),
+        *(zeros(P, len(Outcome)), 3, 20_000, 10**9, for_free),
     )
 
 
@@ -115,11 +118,15 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         zeros(256, dtype=torch.int32),
         zeros(1),
         P,
+        3,
     ),
     "add replies": lambda: launch_add(zeros(T, K, dtype=torch.int32)[:, :0], is_bf16=False),
     "add replies bf16, exact": lambda: launch_add(zeros(T, K, dtype=torch.int32), is_bf16=True),
     "wait for replies": lambda: launch_wait(for_free=False),
     "wait for free slots": lambda: launch_wait(for_free=True),
+    "read a text": lambda: read_text.launch(
+        ClientTables.empty(P, S).pairs_PC, ClientTables.empty(P, S).slots_P, 2, 60
+    ),
     "close a gate": lambda: gate.launch(zeros(1), zeros(1)),
     "read the clock": lambda: clock.launch(zeros(1)),
     "scan": launch_scan,
@@ -177,7 +184,7 @@ def test_a_wait_polls_with_a_plain_load_that_acquires_at_system_scope(
     # the abort word is this GPU's own; no read-modify-write touches a peer's word
     [abort] = places(kernel, r"ld\.global\.gpu\.acquire\.b64")
     [give_up] = places(kernel, r"\batom\.")
-    assert kernel.count(r"atom\.global\.gpu\.release\.exch\.b64") == 1
+    assert kernel.count(r"atom\.global\.release\.gpu\.cas\.b64") == 1
     # once for the start, once a look
     start, look = places(kernel, "%globaltimer")
     assert start < poll < abort < look < give_up

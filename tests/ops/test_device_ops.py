@@ -17,12 +17,14 @@ from torch_eaas.ops import (
     gate,
     read_hidden,
     read_requests,
+    read_text,
     share_tokens,
     signal,
     slot_scan,
     write_replies,
 )
 from torch_eaas.ops import write_requests as writes
+from torch_eaas.ops.reference_client import Outcome
 from torch_eaas.ops.write_replies import refusal_texts
 from torch_eaas.protocol.layout import Status
 
@@ -69,6 +71,7 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
             numbers(0, 1, dtype=int32),
             numbers(0),
             2,
+            5,
         ),
     ),
     "add_replies": (
@@ -85,8 +88,19 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     ),
     "wait_words": (
         signal,
-        lambda: (*client(), numbers(1, 0, dtype=int32), numbers(0), numbers(0), 10**8, 2, False),
+        lambda: (
+            *client(),
+            numbers(1, 0, dtype=int32),
+            numbers(0),
+            numbers(0),
+            torch.full((2, len(Outcome)), -77),
+            5,
+            10**8,
+            2,
+            False,
+        ),
     ),
+    "read_text": (read_text, lambda: (*client()[:2], 0, 5)),
     "scan_slots": (
         slot_scan,
         lambda: (*server(), numbers(0, 0), numbers(1), numbers(5), 3, 9, 0, 1),
