@@ -340,12 +340,14 @@ class DeviceClient:
         def done() -> None:
             self._calls[index] = None
 
+        x_wire, scales_Td = self._stages.to_wire(x_TD)
         call = DeviceCall(
             layer,
             num_experts,
             micro_batch=index,
             dtype=x_TD.dtype,
-            x_TD=x_TD.detach().to(self._stages.wire_dtype).contiguous(),
+            x_TD=x_wire,
+            scales_Td=scales_Td,
             ids_TK=ids_TK.to(torch.int32).contiguous(),
             weights_TK=weights_TK.detach().float().contiguous(),
             words=words,

@@ -1,7 +1,7 @@
 """One dispatch of a client on a device: its inputs, and the launches of its stages.
 
-Shape suffixes: see ``ops/pair_table.py``; T tokens, K experts per token, D hidden, E experts of a
-layer.
+Shape suffixes: see ``ops/pair_table.py``; T tokens, K experts per token, D hidden, d FP8 scales
+of a token, E experts of a layer.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.launching import FLOATS
 from torch_eaas.ops.pair_table import ClientTables
 from torch_eaas.ops.read_text import read_text
+from torch_eaas.ops.row_quantizer import quantize_rows
 from torch_eaas.ops.share_tokens import share_tokens
 from torch_eaas.ops.signal import wait_free, wait_replies
 from torch_eaas.ops.write_requests import Shares, write_requests
@@ -46,6 +47,7 @@ class DeviceCall:
         micro_batch: Which slot of each pair it uses.
         dtype: The caller's dtype, which the result will have.
         x_TD: The tokens in wire format.
+        scales_Td: Their scales, if that is FP8.
         ids_TK: int32; -1 and E mean no expert.
         weights_TK: fp32.
         words: What its stages write for each other.
@@ -61,6 +63,7 @@ class DeviceCall:
         micro_batch: int,
         dtype: torch.dtype,
         x_TD: Tensor,
+        scales_Td: Tensor | None,
         ids_TK: Tensor,
         weights_TK: Tensor,
         words: StepWords,
@@ -72,6 +75,7 @@ class DeviceCall:
         self.micro_batch = micro_batch
         self.dtype = dtype
         self.x_TD = x_TD
+        self.scales_Td = scales_Td
         self.ids_TK = ids_TK
         self.weights_TK = weights_TK
         self.words = words
@@ -134,7 +138,7 @@ class DeviceStages:
         self._config = config
         self._tables = tables
         self._is_exact = config.combine == "exact"
-        self.wire_dtype = TORCH_DTYPES[config.wire_dtype]
+        self._wire_dtype = TORCH_DTYPES[config.wire_dtype]
         self._reply_dtype = TORCH_DTYPES[config.reply_dtype]
         self._wait_us = max(1, int(config.graph_wait.total_seconds() * 1e6))
         self._num_pairs = len(tables.pairs_PC)
@@ -150,6 +154,13 @@ class DeviceStages:
         shape = (config.max_tokens, config.hidden_size)
         self._zeros = {dtype: torch.zeros(shape, dtype=dtype, device=device) for dtype in FLOATS}
         self._open_gate = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def to_wire(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return tokens in wire format, and their scales if that is FP8."""
+        x_TD = x_TD.detach().contiguous()
+        if self._wire_dtype == torch.float8_e4m3fn:
+            return quantize_rows(x_TD)
+        return x_TD.to(self._wire_dtype), None
 
     def send(self, call: DeviceCall) -> None:
         """Choose replicas, share the tokens, wait for the slots, and write the requests."""
@@ -174,6 +185,7 @@ class DeviceStages:
             version=self._tables.version,
             budget_us=self._wait_us,
             blocks=min(len(call.x_TD), MAX_BLOCKS if call.x_TD.is_cuda else 2),
+            scales_Nd=call.scales_Td,
         )
 
     def wait(self, call: DeviceCall) -> None:
