@@ -1,100 +1,216 @@
-"""What the device server's tests share: small slabs, servers on a CPU, experts that are exact.
+"""What the tests of clients on a device share: exact experts, servers in threads, a model's step.
 
-Shape legend: T tokens, K experts per token, D hidden, I intermediate.
+Shape legend: T tokens, K experts per token, D hidden, E experts, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from typing_extensions import override
 
-from tests.served import LAYERS, WEIGHTS, D, E, I, K
-from torch_eaas.client import Client
+from tests.monitor.planned import wait_until
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
-from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig, ServerConfig
-from torch_eaas.device_server import DeviceServer
-from torch_eaas.expert_slab import ExpertSlab
-from torch_eaas.experts import ExpertWeights
-from torch_eaas.protocol.layout import PairSpec
+from torch_eaas.device_client import DeviceClient
+from torch_eaas.experts import GroupTable
+from torch_eaas.placement import Holdings, holdings_from
+from torch_eaas.remote_moe import RemoteExperts, RemoteMoE
+from torch_eaas.server import ExpertServer
+from torch_eaas.server_batch import Experts
 
-T = 8
-SPEC = PairSpec(hidden_size=D, top_k=K, slots=2, max_tokens=T)
-R = 4
+T, D, K, E = 3, 8, 2, 4
+PATIENT = timedelta(seconds=5)
+"""A wait that only a dead or held server outlasts, however busy the machine is."""
 
-Key = tuple[int, int]
-
-
-def slab(
-    held: Sequence[Key] | None = None,
-    *,
-    slots: int = len(LAYERS) * E,
-    storage: Any = "fp32",
-    weights: Mapping[Key, ExpertWeights] = WEIGHTS,
-) -> ExpertSlab:
-    """Return a slab of all experts, or of those named."""
-    made = ExpertSlab(
-        D, I, slots=slots, max_layers=max(LAYERS) + 1, max_experts=E, storage=storage, device="cpu"
-    )
-    made.update({key: weights[key] for key in (held if held is not None else weights)})
-    return made
+BRIEF = timedelta(milliseconds=150)
+"""A wait that a test means to fail."""
 
 
-def server_of(
-    experts: ExpertSlab, spec: PairSpec = SPEC, *, transport: Transport | None = None, **more: Any
-) -> DeviceServer:
-    """Return a server for few small requests; it serves when it is stepped."""
-    names = {"name", "max_pairs", "max_rows", "room", "fingerprint", "drain_timeout"} & set(more)
-    options: dict[str, Any] = {"name": "device", "max_pairs": 3}
-    options |= {name: more.pop(name) for name in names}
-    return DeviceServer(
-        experts, spec, ServerConfig(**options), max_requests=R, transport=transport, **more
-    )
+def scale_of(expert: int) -> float:
+    """Return what an expert multiplies by: sums of these are exact however they are grouped."""
+    return 2.0 ** -(expert + 1)
+
+
+class HalvingExperts(Experts):
+    """Expert e of any layer multiplies by ``2 ** -(e + 1)``; tests hold it up, or make it raise."""
+
+    def __init__(self, keys: Sequence[tuple[int, int]]) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.entered = threading.Event()
+        self.on_batch: Callable[[], None] = lambda: None
+        self.num_batches = 0
+        self.hold(keys)
+
+    def hold(self, keys: Sequence[tuple[int, int]]) -> None:
+        """Hold these (layer, expert) pairs from now on."""
+        self._holdings = holdings_from(keys)
+        scales: Any = {key: scale_of(key[1]) for key in keys}
+        self._table = GroupTable(scales)
+
+    def stop(self) -> None:
+        """Answer nothing until ``go`` is set."""
+        self.entered.clear()
+        self.go.clear()
+
+    @property
+    @override
+    def hidden_size(self) -> int:
+        return D
+
+    @property
+    @override
+    def holdings(self) -> Holdings:
+        return self._holdings
+
+    @property
+    @override
+    def table(self) -> GroupTable:
+        return self._table
+
+    @override
+    def run(
+        self,
+        table: GroupTable,
+        x_TD: Tensor,
+        groups_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        per_expert: bool,
+    ) -> Tensor:
+        self.num_batches += 1
+        self.entered.set()
+        self.on_batch()
+        assert self.go.wait(20)
+        # one scale more, 0: it serves group -1
+        scales = torch.tensor([*table.experts, 0.0])
+        rows_TKD = (scales[groups_TK] * weights_TK).unsqueeze(-1) * x_TD.float().unsqueeze(1)
+        return rows_TKD if per_expert else rows_TKD.sum(1)
+
+
+def moe_sum(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return what the experts make of a batch, in fp32; ids that are none count as none."""
+    scales = torch.tensor([*map(scale_of, range(E)), 0.0])
+    known_TK = ids_TK.long().where((ids_TK >= 0) & (ids_TK < E), E)
+    return ((scales[known_TK] * weights_TK).unsqueeze(-1) * x_TD.float().unsqueeze(1)).sum(1)
+
+
+def inputs(num_tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, ids and weights; sixty layers of them stay exact sums of powers of two."""
+    x_TD = torch.arange(1.0, num_tokens * D + 1).view(num_tokens, D)
+    ids_TK = (torch.arange(num_tokens)[:, None] + 2 * torch.arange(K)) % E
+    return x_TD, ids_TK, torch.full((num_tokens, K), 2.0**-6)
+
+
+def every_expert(layers: int) -> list[tuple[int, int]]:
+    return [(layer, expert) for layer in range(layers) for expert in range(E)]
+
+
+class World:
+    """Host-driven servers in threads, over shared memory, and device clients of theirs."""
+
+    def __init__(self, held: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self.transport = SharedMemoryTransport()
+        self.experts = [HalvingExperts(keys) for keys in held]
+        self.servers = [self.serve(i, experts) for i, experts in enumerate(self.experts)]
+        self.clients: list[DeviceClient] = []
+
+    def serve(self, index: int, experts: HalvingExperts, address: str = "") -> ExpertServer:
+        config = ServerConfig(name=f"s{index}", address=address)
+        server = ExpertServer(experts, config, transport=self.transport)
+        return server.serve_in_background()
+
+    def add(self, keys: Sequence[tuple[int, int]], address: str = "") -> ExpertServer:
+        """Start one server more."""
+        self.experts.append(HalvingExperts(keys))
+        self.servers.append(self.serve(len(self.servers), self.experts[-1], address))
+        return self.servers[-1]
+
+    def client(
+        self, *, servers: Sequence[str] | None = None, max_servers: int = 4, **options: Any
+    ) -> DeviceClient:
+        """Return a client with a pair to every server."""
+        replicas = options.pop("max_replicas", 2)
+        config = device_config(**options)
+        if servers is None:
+            servers = [server.address for server in self.servers]
+        client = DeviceClient(
+            config,
+            servers=servers,
+            transport=self.transport,
+            max_servers=max_servers,
+            max_replicas=replicas,
+            instance=1 + len(self.clients),
+        )
+        self.clients.append(client)
+        wait_until(lambda: len(client._connections.live) == len(self.servers))
+        return client
+
+    def close(self) -> None:
+        for experts in self.experts:
+            experts.go.set()
+        for client in self.clients:
+            client.close()
+        for server in self.servers:
+            server.close()
+
+
+def device_config(**options: Any) -> ClientConfig:
+    """Return a client's options for these experts."""
+    options = {"max_tokens": 4, "graph_wait": PATIENT, **options}
+    return ClientConfig(hidden_size=D, top_k=K, **options)
 
 
 @contextmanager
-def client_of(
-    *servers: Any, transport: Transport | None = None, **options: Any
-) -> Iterator[Client]:
-    """Give a client that fits ``SPEC`` and has open pairs."""
-    config = ClientConfig(
-        **{
-            **{"hidden_size": D, "top_k": K, "max_tokens": T, "max_micro_batches": 1},
-            **options,
-        }
-    )
-    transport = transport or SharedMemoryTransport()
-    with Client(config, servers=[s.address for s in servers], transport=transport) as client:
-        client.wait_ready(LAYERS, E)
-        yield client
+def world(*held: Sequence[tuple[int, int]]) -> Iterator[World]:
+    """Run servers that hold what is named, one for each argument, for the time of a test."""
+    made = World(held)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
-def whole_weights(seed: int = 0) -> dict[Key, ExpertWeights]:
-    """Return experts whose outputs are whole numbers for tokens of ``whole_tokens``.
+class Stub(nn.Module):
+    """L layers that keep what they see, as attention keeps its KV, and add what experts make of it.
 
-    Each gate is 64 or more, where ``silu`` is the identity in fp32, and every product and sum is a
-    whole number that fp32 has: so every order of adding gives the same bits.
+    Args:
+        client: Reaches the servers.
+        layers: The layers, as the servers number them.
     """
-    made = torch.Generator().manual_seed(seed)
 
-    def whole(*shape: int) -> torch.Tensor:
-        return torch.randint(-2, 3, shape, generator=made).float()
+    def __init__(self, client: DeviceClient, layers: Sequence[int]) -> None:
+        super().__init__()
+        x_TD, self.ids_TK, self.weights_TK = inputs()
+        self.x_TD = x_TD
+        self.kept_LTD = torch.zeros(len(layers), *x_TD.shape)
+        self.layers = nn.ModuleList(
+            RemoteMoE(
+                lambda _: (self.ids_TK, self.weights_TK),
+                RemoteExperts(client, layer=layer, num_experts=E, top_k=K),
+                nn.Identity(),
+            )
+            for layer in layers
+        )
 
-    experts = {}
-    for layer in LAYERS:
-        for expert in range(E):
-            gate_ID = torch.zeros(I, D)
-            gate_ID[:, 0] = 64.0 + expert
-            experts[layer, expert] = ExpertWeights(gate_ID, whole(I, D), whole(D, I))
-    return experts
+    def forward(self) -> Tensor:
+        x_TD = self.x_TD
+        for i, layer in enumerate(self.layers):
+            self.kept_LTD[i] = x_TD
+            x_TD = layer(x_TD)
+        return x_TD
 
-
-def whole_tokens(num_tokens: int, seed: int = 0) -> torch.Tensor:
-    """Return tokens of small whole numbers that open every gate."""
-    made = torch.Generator().manual_seed(seed)
-    x_TD = torch.randint(-3, 4, (num_tokens, D), generator=made).float()
-    x_TD[:, 0] = 1.0
-    return x_TD
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Return the output and what is kept, computed here."""
+        x_TD, kept = self.x_TD, []
+        for _ in self.layers:
+            kept.append(x_TD)
+            x_TD = x_TD + moe_sum(x_TD, self.ids_TK, self.weights_TK)
+        return x_TD, torch.stack(kept)

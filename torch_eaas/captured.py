@@ -57,7 +57,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
         yield
         return
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             yield

@@ -1,6 +1,6 @@
 """One dispatch under way: its shares, their requests, and the sum of the answers.
 
-Shape legend: T tokens, K experts per token, D hidden, n tokens of one share.
+Shape legend: T tokens, K experts per token, D hidden, d scales per token, n tokens of one share.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class Call:
         ids_TK: Expert ids, -1 for none.
         weights_TK: Router weights.
         dtype: The caller's dtype, which the result will have.
+        scales_Td: The tokens' scales, where the wire format has any.
     """
 
     def __init__(
@@ -125,10 +126,12 @@ class Call:
         ids_TK: IDS,
         weights_TK: NDArray[np.float32],
         dtype: torch.dtype,
+        scales_Td: NDArray[np.float32] | None = None,
     ) -> None:
         self.layer = layer
         self.num_experts = num_experts
         self.x_TD = x_TD
+        self.scales_Td = scales_Td
         self.ids_TK = ids_TK
         self.weights_TK = weights_TK
         self.dtype = dtype

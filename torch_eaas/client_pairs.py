@@ -1,6 +1,6 @@
 """A client's side of its pairs: handshake, frames written, answers read, pairs kept open.
 
-Shape legend: T tokens, K experts per token, D hidden.
+Shape legend: T tokens, K experts per token, D hidden, d scales per token.
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ from torch_eaas.protocol.layout import (
 )
 from torch_eaas.protocol.pairs import ClientPair
 from torch_eaas.protocol.slots import ClientSlots
-from torch_eaas.row_views import TORCH_DTYPES, RowViews
+from torch_eaas.row_views import NUMPY_DTYPES, TORCH_DTYPES, RowViews
 from torch_eaas.spans import is_profiling, mark
 
 CONTROL_TIMEOUT_S = 2.0
 """How long a control call may take."""
-
-NUMPY_DTYPES: dict[str, Any] = {"fp32": np.float32, "bf16": np.int16, "fp16": np.int16}
-"""How numpy sees the wire's numbers: it knows no bf16, and copies need none."""
 
 
 C = TypeVar("C", bound=OpenPair)
@@ -96,6 +93,8 @@ class Connection(OpenPair):
         self._bases = bases
         self._ids = [self._array(np.int32, shape_TK, b + spec.ids_offset) for b in bases]
         self._weights = [self._array(np.float32, shape_TK, b + spec.weights_offset) for b in bases]
+        shape_Td = (spec.max_tokens, spec.scales_per_token)
+        self._scales = [self._array(np.float32, shape_Td, b + spec.scales_offset) for b in bases]
         self._hidden_at = [b + spec.hidden_offset for b in bases]
         self._hidden = [self._array(wire, shape_TD, b + spec.hidden_offset) for b in bases]
         self._reply_bases = [spec.reply_slot(slot) for slot in range(spec.slots)]
@@ -148,6 +147,7 @@ class Connection(OpenPair):
         piece: Piece,
         budget_us: int,
         version: int,
+        scales_Td: NDArray[np.float32] | None = None,
     ) -> int:
         """Write a piece of the tokens ``x_TD`` as a request; return the word that will answer it.
 
@@ -167,6 +167,8 @@ class Connection(OpenPair):
             x_TD.take(rows_n, 0, self._hidden[slot][:num_tokens], "clip")
         self._ids[slot][:num_tokens] = piece.ids_nK
         self._weights[slot][:num_tokens] = piece.weights_nK
+        if scales_Td is not None:
+            scales_Td.take(rows_n, 0, self._scales[slot][:num_tokens], "clip")
         # stored last of all
         word = self.slots.post(slot)
         REQUEST_HEADER.pack_into(

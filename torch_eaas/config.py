@@ -9,8 +9,8 @@ from typing import Literal, get_args
 from torch_eaas.access import OPEN, Access
 from torch_eaas.errors import ConfigError
 
-WireDtype = Literal["fp32", "bf16", "fp16"]
-"""Number formats of hidden states on the wire."""
+WireDtype = Literal["fp32", "bf16", "fp16", "fp8"]
+"""Number formats of hidden states on the wire; ``fp8`` is e4m3, with a scale for each 128."""
 
 Combine = Literal["partial", "exact"]
 """``partial``: servers send one weighted sum per token. ``exact``: one row per (token, expert)."""
@@ -63,7 +63,8 @@ class ClientConfig:
     """Most dispatches that may be under way at once. Each pair has one slot more."""
 
     wire_dtype: WireDtype = "fp32"
-    """Format of hidden states that travel to a server; ``fp32`` loses nothing of any input."""
+    """Format of hidden states that travel to a server; ``fp32`` loses nothing of any input, and
+    ``fp8`` all but 4 significant bits of each number."""
 
     reply_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format of the answers' rows."""

@@ -106,10 +106,10 @@ class DeviceClient:
             max_servers=max_servers,
             max_replicas=max_replicas,
         )
-        self._failover = DeviceFailover(
-            Parts(config, self._connections, self._tables, self._counters, clock)
-        )
         self._stages = DeviceStages(config, self._tables, self.device)
+        self._failover = DeviceFailover(
+            Parts(config, self._connections, self._tables, self._counters, clock, self._stages.text)
+        )
         self._eager = EagerCalls(config, self._stages, self._tables, self._failover)
         count = config.max_micro_batches
         self._step = StepWords(count, max_servers, self.device)
@@ -340,12 +340,14 @@ class DeviceClient:
         def done() -> None:
             self._calls[index] = None
 
+        x_wire, scales_Td = self._stages.to_wire(x_TD)
         call = DeviceCall(
             layer,
             num_experts,
             micro_batch=index,
             dtype=x_TD.dtype,
-            x_TD=x_TD.detach().to(self._stages.wire_dtype).contiguous(),
+            x_TD=x_wire,
+            scales_Td=scales_Td,
             ids_TK=ids_TK.to(torch.int32).contiguous(),
             weights_TK=weights_TK.detach().float().contiguous(),
             words=words,

@@ -1,7 +1,7 @@
 """One dispatch of a client on a device: its inputs, and the launches of its stages.
 
-Shape suffixes: see ``ops/pair_table.py``; T tokens, K experts per token, D hidden, E experts of a
-layer.
+Shape suffixes: see ``ops/pair_table.py``; T tokens, K experts per token, D hidden, d FP8 scales
+of a token, E experts of a layer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import Tensor
 from torch_eaas.client_turns import Turn
 from torch_eaas.config import ClientConfig
 from torch_eaas.device_client_tables import DeviceTables
-from torch_eaas.device_client_words import LaneWords, StepWords
+from torch_eaas.device_client_words import Failure, LaneWords, StepWords
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.add_replies import add_replies
 from torch_eaas.ops.choose_replicas import choose_replicas
 from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.launching import FLOATS
 from torch_eaas.ops.pair_table import ClientTables
+from torch_eaas.ops.read_text import read_text
+from torch_eaas.ops.row_quantizer import quantize_rows
 from torch_eaas.ops.share_tokens import share_tokens
 from torch_eaas.ops.signal import wait_free, wait_replies
 from torch_eaas.ops.write_requests import Shares, write_requests
@@ -45,6 +47,7 @@ class DeviceCall:
         micro_batch: Which slot of each pair it uses.
         dtype: The caller's dtype, which the result will have.
         x_TD: The tokens in wire format.
+        scales_Td: Their scales, if that is FP8.
         ids_TK: int32; -1 and E mean no expert.
         weights_TK: fp32.
         words: What its stages write for each other.
@@ -60,6 +63,7 @@ class DeviceCall:
         micro_batch: int,
         dtype: torch.dtype,
         x_TD: Tensor,
+        scales_Td: Tensor | None,
         ids_TK: Tensor,
         weights_TK: Tensor,
         words: StepWords,
@@ -71,6 +75,7 @@ class DeviceCall:
         self.micro_batch = micro_batch
         self.dtype = dtype
         self.x_TD = x_TD
+        self.scales_Td = scales_Td
         self.ids_TK = ids_TK
         self.weights_TK = weights_TK
         self.words = words
@@ -133,7 +138,7 @@ class DeviceStages:
         self._config = config
         self._tables = tables
         self._is_exact = config.combine == "exact"
-        self.wire_dtype = TORCH_DTYPES[config.wire_dtype]
+        self._wire_dtype = TORCH_DTYPES[config.wire_dtype]
         self._reply_dtype = TORCH_DTYPES[config.reply_dtype]
         self._wait_us = max(1, int(config.graph_wait.total_seconds() * 1e6))
         self._num_pairs = len(tables.pairs_PC)
@@ -149,6 +154,13 @@ class DeviceStages:
         shape = (config.max_tokens, config.hidden_size)
         self._zeros = {dtype: torch.zeros(shape, dtype=dtype, device=device) for dtype in FLOATS}
         self._open_gate = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def to_wire(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return tokens in wire format, and their scales if that is FP8."""
+        x_TD = x_TD.detach().contiguous()
+        if self._wire_dtype == torch.float8_e4m3fn:
+            return quantize_rows(x_TD)
+        return x_TD.to(self._wire_dtype), None
 
     def send(self, call: DeviceCall) -> None:
         """Choose replicas, share the tokens, wait for the slots, and write the requests."""
@@ -173,6 +185,7 @@ class DeviceStages:
             version=self._tables.version,
             budget_us=self._wait_us,
             blocks=min(len(call.x_TD), MAX_BLOCKS if call.x_TD.is_cuda else 2),
+            scales_Nd=call.scales_Td,
         )
 
     def wait(self, call: DeviceCall) -> None:
@@ -218,6 +231,10 @@ class DeviceStages:
         is_done_TK = is_expert_TK & (pairs_TK >= 0) & answered_P[pairs_TK.clamp(min=0).long()]
         call.ids_TK = call.ids_TK.masked_fill(is_done_TK, -1)
         return sum_TD
+
+    def text(self, failure: Failure) -> str:
+        """Return what the server that refused a request said."""
+        return read_text(self._client_tables[failure.micro_batch], failure.pair, failure.size)
 
     def _sum(self, call: DeviceCall, places_PT: Tensor, gate: Tensor, add_TD: Tensor) -> Tensor:
         return add_replies(

@@ -36,6 +36,8 @@ class Parts:
     tables: DeviceTables
     counters: Counter[str]
     clock: Callable[[], float]
+    text: Callable[[Failure], str]
+    """Reads what a server that refused said."""
 
 
 class Patience:
@@ -126,7 +128,7 @@ class Patience:
     def _refused(self, conn: DeviceConnection, failure: Failure) -> float:
         known = failure.status in Status.__members__.values()
         status = Status(failure.status) if known else Status.INTERNAL
-        text = conn.text(failure.micro_batch, failure.size) or status.name.lower()
+        text = self._parts.text(failure)
         self._parts.counters[f"refused_{status.name.lower()}"] += 1
         self._why = f"{conn.name}: {text}"
         if not status.may_retry or (status is Status.INTERNAL and conn.name in self._failed):

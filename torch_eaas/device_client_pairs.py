@@ -50,10 +50,6 @@ class DeviceConnection(OpenPair):
         )
         """What the table of pairs says of it."""
 
-    def text(self, slot: int, size: int) -> str:
-        """Return an error's text, as far as the host can read the window."""
-        return ""
-
     @property
     @override
     def num_free(self) -> int:

@@ -32,4 +32,4 @@ class Staged:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+    return torch.cuda.Event()

@@ -173,7 +173,7 @@ class DeviceTables:
         """Keep pairs until no kernel that was launched before now can use them."""
         passed: torch.cuda.Event | None = None
         if left and self._device.type == "cuda":
-            passed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+            passed = torch.cuda.Event()
             passed.record()
         self._leaving += [(passed, conn) for conn in left]
         self._let_go()
@@ -213,4 +213,4 @@ class DeviceTables:
 
 def _is_past(event: torch.cuda.Event) -> bool:
     """Return whether all work before an event is done."""
-    return bool(event.query())  # type: ignore[no-untyped-call]  # torch's
+    return bool(event.query())

@@ -4,7 +4,7 @@ Which launches there are and their shapes never change; what they do follows fro
 in device memory. So they are captured once and replayed.
 
 Shape suffixes: P pairs, S slots of a pair, R requests, T tokens of a request, K experts per token,
-D hidden, N packed rows.
+D hidden, d FP8 scales of a token, N packed rows.
 """
 
 from __future__ import annotations
@@ -100,6 +100,10 @@ class DeviceIteration:
             dtype=TORCH_DTYPES[spec.wire_dtype],
             device=device,
         )
+        self._scales_RTd: Tensor | None = None
+        if spec.wire_dtype == "fp8":
+            shape = (*self._x_RTD.shape[:2], spec.scales_per_token)
+            self._scales_RTd = torch.zeros(shape, device=device)
         self._block_rows = EXACT_BLOCK_ROWS
         if spec.combine != "exact":
             self._block_rows = choose_block_rows(sizes.capacity, slab.num_slots)
@@ -152,7 +156,15 @@ class DeviceIteration:
     def _compute(self, ready_R: Tensor, requests: Requests) -> Tensor:
         """Return the answers' rows in the pairs' reply dtype, R requests with room for T each."""
         spec, num_tokens_R = self._sizes.spec, requests.num_tokens_R
-        read_hidden(self.tables, ready_R, num_tokens_R, self._x_RTD, blocks=self._sizes.copiers)
+        scales_RTd = self._scales_RTd
+        read_hidden(
+            self.tables,
+            ready_R,
+            num_tokens_R,
+            self._x_RTD,
+            blocks=self._sizes.copiers,
+            scales_RTd=scales_RTd,
+        )
         rows_N, places_RTK, counts_G = pack(
             requests.ids_RTK,
             requests.layers_R,
@@ -169,6 +181,7 @@ class DeviceIteration:
             num_tokens_R,
             top_k=spec.top_k,
             block_rows=self._block_rows,
+            scales_Md=None if scales_RTd is None else scales_RTd.flatten(0, 1),
         )
         out = combine_rows(
             down_ND,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.windowed import address_of
-from torch_eaas.ops import combine_rows, pack
+from torch_eaas.ops import combine_rows, dequantize_rows, pack, quantize_rows
 from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.pair_table import ClientTables, ServerTables, pair_row
 from torch_eaas.ops.read_hidden import read_hidden
@@ -24,7 +24,7 @@ from torch_eaas.ops.write_replies import Answers, refusal_texts, write_replies
 from torch_eaas.ops.write_requests import Shares, write_requests
 from torch_eaas.protocol.layout import HEADER_BYTES, PairSpec
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PAIRS = 3
 BLOCKS = 2
 R = 4
@@ -112,6 +112,9 @@ class DeviceClient:
             shares.tokens_PT[p, :count] = torch.tensor(part.tokens)
             shares.ids_PTK[p, :count] = torch.tensor(part.ids)
             shares.weights_PTK[p, :count] = torch.tensor(part.weights)
+        x_wire, scales_Nd = x.to(DTYPES[spec.wire_dtype]), None
+        if spec.wire_dtype == "fp8":
+            x_wire, scales_Nd = quantize_rows(x)
         close_gate(self.abort, self._gate)
         wait_free(
             self.tables,
@@ -128,13 +131,14 @@ class DeviceClient:
         write_requests(
             self.tables,
             shares,
-            x.to(DTYPES[spec.wire_dtype]),
+            x_wire,
             self._gate,
             self._arrivals_P,
             layer=layer,
             version=self._version,
             budget_us=budget_us,
             blocks=BLOCKS,
+            scales_Nd=scales_Nd,
         )
         # no stage leaves an arrival behind
         assert self._arrivals_P.tolist() == [0] * PAIRS
@@ -216,8 +220,16 @@ class DeviceServer:
             tokens_R=tokens_R,
         )
         x_RTD = torch.full((R, spec.max_tokens, spec.hidden_size), float("nan"))
-        x_RTD = x_RTD.to(DTYPES[spec.wire_dtype])
-        read_hidden(self.tables, ready_R, requests.num_tokens_R, x_RTD, blocks=BLOCKS)
+        x_RTD, scales_RTd = x_RTD.to(DTYPES[spec.wire_dtype]), None
+        if spec.wire_dtype == "fp8":
+            scales_RTd = torch.full((R, spec.max_tokens, spec.scales_per_token), float("nan"))
+        tokens_R = requests.num_tokens_R
+        read_hidden(self.tables, ready_R, tokens_R, x_RTD, blocks=BLOCKS, scales_RTd=scales_RTd)
+        x_ND = x_RTD.flatten(0, 1)
+        if scales_RTd is not None:
+            x_ND = dequantize_rows(
+                x_ND, scales_RTd.flatten(0, 1), dtype=torch.float32, num_tokens_S=tokens_R
+            )
         rows_N, places_RTK, counts_G = pack(
             requests.ids_RTK,
             requests.layers_R,
@@ -227,7 +239,7 @@ class DeviceServer:
         )
         # the experts, where grouped GEMMs would be
         scales_N = self._scales.repeat_interleave(counts_G)
-        x_ND = x_RTD.float().flatten(0, 1)[rows_N[: len(scales_N)].long() // spec.top_k]
+        x_ND = x_ND.float()[rows_N[: len(scales_N)].long() // spec.top_k]
         if len(scales_N):
             work()
         out = combine_rows(

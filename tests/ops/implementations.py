@@ -22,6 +22,8 @@ from torch_eaas.ops import (
     packing,
     read_hidden,
     read_requests,
+    read_text,
+    row_dequantizer,
     share_tokens,
     shrinking,
     signal,
@@ -37,6 +39,7 @@ MODULES: tuple[ModuleType, ...] = (
     gate,
     read_hidden,
     read_requests,
+    read_text,
     share_tokens,
     signal,
     slot_scan,
@@ -44,7 +47,14 @@ MODULES: tuple[ModuleType, ...] = (
     write_requests,
 )
 
-ARITHMETIC: tuple[ModuleType, ...] = (casting, combining, gemm, packing, shrinking)
+ARITHMETIC: tuple[ModuleType, ...] = (
+    casting,
+    combining,
+    gemm,
+    packing,
+    row_dequantizer,
+    shrinking,
+)
 
 
 def use_kernels(patch: pytest.MonkeyPatch) -> None:

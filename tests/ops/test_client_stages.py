@@ -11,6 +11,7 @@ from tests.ops.windowed import Pair, client_of, numbers
 from torch_eaas.client_pieces import split
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.add_replies import add_replies
+from torch_eaas.ops.read_text import read_text
 from torch_eaas.ops.reference_client import WAIT_FAILED, missing_expert
 from torch_eaas.ops.share_tokens import share_tokens
 from torch_eaas.protocol.layout import HEADER_BYTES, PairSpec
@@ -192,3 +193,22 @@ def test_what_does_not_go_together_is_refused() -> None:
             reply_dtype=torch.float32,
             exact_ids_TK=places_PT,
         )
+
+
+# -- an error's text -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        pytest.param(0, "", id="none"),
+        pytest.param(5, "full!", id="some"),
+        # rows of 3 tokens x 6 numbers, rounded up to 128 bytes
+        pytest.param(2**32 - 1, "full!" + "x" * 123, id="more than the slot holds"),
+    ],
+)
+def test_a_text_is_read_where_it_lies_and_not_beyond_its_slot(size: int, expected: str) -> None:
+    pair = Pair()
+    at = pair.spec.reply_slot(2) + HEADER_BYTES
+    pair.replies[at : at + 200] = b"full!" + b"x" * 195
+    assert read_text(client_of([None, pair], [0, 2]), 1, size) == expected

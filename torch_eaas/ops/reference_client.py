@@ -23,6 +23,9 @@ from torch_eaas.protocol.layout import (
 )
 from torch_eaas.protocol.words import REQUEST, is_free, is_mine, next_word
 
+MAX_TEXT = 4096
+"""Most bytes of an error's text that a client reads."""
+
 _PAUSE_S = 2e-5
 """Between two looks at a word on a CPU."""
 
@@ -146,6 +149,7 @@ def write_requests_ref(
     ids_PTK: Tensor,
     weights_PTK: Tensor,
     x_ND: Tensor,
+    scales_Nd: Tensor | None,
     gate: Tensor,
     arrivals_P: Tensor,
     version: Tensor,
@@ -159,11 +163,14 @@ def write_requests_ref(
             continue
         pair, slot = PairMemory(pairs_PC, p), int(slots_P[p])
         word = next_word(unsigned(int(words_PS[p, slot])), REQUEST)
-        parts = (
+        tokens_T = tokens_PT[p, :count].long()
+        parts = [
             (HEADER_BYTES, ids_PTK[p, :count]),
             (pair[Column.WEIGHTS_OFFSET], weights_PTK[p, :count]),
-            (pair[Column.HIDDEN_OFFSET], x_ND[tokens_PT[p, :count].long()]),
-        )
+            (pair[Column.HIDDEN_OFFSET], x_ND[tokens_T]),
+        ]
+        if scales_Nd is not None:
+            parts.append((pair[Column.SCALES_OFFSET], scales_Nd[tokens_T]))
         for offset, part in parts:
             copy_bits(part, pair.slot(Column.REQUESTS, slot, offset, part.nbytes))
         header = pair.slot(Column.REQUESTS, slot, 0, REQUEST_HEADER.size)
@@ -250,3 +257,12 @@ def choose_replicas_ref(ids_TK: Tensor, holders_EH: Tensor, num_pairs: int) -> T
             loads[pair] += 1
         pairs.append(pair)
     return torch.tensor(pairs, dtype=torch.int32)
+
+
+def read_text_ref(pairs_PC: Tensor, slots_P: Tensor, pair: int, size: int) -> Tensor:
+    """Define ``read_text.read_text``."""
+    memory = PairMemory(pairs_PC, pair)
+    room = memory[Column.REPLY_SLOT_BYTES] - HEADER_BYTES
+    count = max(0, min(size, room, MAX_TEXT))
+    text = memory.slot(Column.REPLIES, int(slots_P[pair]), HEADER_BYTES, count)
+    return torch.tensor(list(text) + [0] * (MAX_TEXT - count), dtype=torch.uint8)

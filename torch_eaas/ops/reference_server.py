@@ -173,16 +173,19 @@ def read_hidden_ref(
     ready_R: Tensor,
     num_tokens_R: Tensor,
     x_RTD: Tensor,
+    scales_RTd: Tensor | None,
     blocks: int,
 ) -> None:
     """Define ``read_hidden.read_hidden``."""
     for r, count in enumerate(num_tokens_R.tolist()):
         if count:
             p, slot = divmod(int(ready_R[r]), book_3PS.shape[2])
-            pair, part_TD = PairMemory(pairs_PC, p), x_RTD[r, :count]
-            at = pair[Column.HIDDEN_OFFSET]
-            data = bytearray(pair.slot(Column.REQUESTS, slot, at, part_TD.nbytes))
-            part_TD.view(torch.uint8).view(-1).copy_(torch.frombuffer(data, dtype=torch.uint8))
+            pair, parts = PairMemory(pairs_PC, p), [(Column.HIDDEN_OFFSET, x_RTD[r, :count])]
+            if scales_RTd is not None:
+                parts.append((Column.SCALES_OFFSET, scales_RTd[r, :count]))
+            for column, part in parts:
+                data = bytearray(pair.slot(Column.REQUESTS, slot, pair[column], part.nbytes))
+                part.view(torch.uint8).view(-1).copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
 def write_replies_ref(
