@@ -102,6 +102,7 @@ class DeviceClient:
         self._tables = DeviceTables(
             config,
             self._connections,
+            instance=self.instance,
             device=self.device,
             max_servers=max_servers,
             max_replicas=max_replicas,
