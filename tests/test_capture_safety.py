@@ -5,27 +5,49 @@ On a CPU their ops run as plain twins, which read what they like; everything aro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.device_served import T, client_of, server_of, slab
-from tests.served import LAYERS, D, E, K, batch, oracle
+from tests.served import LAYERS, WEIGHTS, D, E, I, K, batch, oracle
 from torch_eaas.captured_step import CapturedStep
-from torch_eaas.config import ClientConfig, Storage
+from torch_eaas.client import Client
+from torch_eaas.client_pairs import spec_of
+from torch_eaas.config import ClientConfig, ServerConfig, Storage
 from torch_eaas.device_client import DeviceClient
+from torch_eaas.device_server import DeviceServer
 from torch_eaas.device_server_iteration import DeviceIteration
 from torch_eaas.errors import ConfigError
-from torch_eaas.protocol.layout import PairSpec
+from torch_eaas.expert_slab import ExpertSlab
 from torch_eaas.remote_moe import RemoteExperts, RemoteMoE
 from torch_eaas.routers import GroupLimitedRouter, SoftmaxTopKRouter
 from torch_eaas.testing import forbid_syncs
 
+T = 8
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.02, "fp8": 0.1}
 PATIENT = timedelta(seconds=20)
+
+
+def config_of(**options: Any) -> ClientConfig:
+    return ClientConfig(hidden_size=D, top_k=K, max_tokens=T, graph_wait=PATIENT, **options)
+
+
+def device_server(
+    config: ClientConfig,
+    held: Sequence[tuple[int, int]] = tuple(WEIGHTS),
+    *,
+    name: str = "s0",
+    storage: Storage = "fp32",
+) -> DeviceServer:
+    slab = ExpertSlab(
+        D, I, slots=len(held), max_layers=4, max_experts=E, storage=storage, device="cpu"
+    )
+    slab.update({key: WEIGHTS[key] for key in held})
+    return DeviceServer(slab, spec_of(config), ServerConfig(name=name, max_pairs=2), max_requests=3)
 
 
 def guarded(work: Callable[[], object], ran: list[object]) -> Callable[[], object]:
@@ -53,14 +75,16 @@ def iterations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
 
 @pytest.mark.parametrize("storage", list(TOLERANCE))
 @pytest.mark.parametrize("combine", ["partial", "exact"])
+@pytest.mark.parametrize("wire", ["fp32", "fp8"])
 def test_a_servers_iteration_reads_nothing_back(
-    storage: Storage, combine: str, iterations: list[object]
+    storage: Storage, combine: Any, wire: Any, iterations: list[object]
 ) -> None:
-    spec = PairSpec(hidden_size=D, top_k=K, slots=2, max_tokens=T, combine=combine)
+    config = config_of(combine=combine, wire_dtype=wire, max_micro_batches=1)
     with (
-        server_of(slab(storage=storage), spec) as server,
-        client_of(server, combine=combine) as client,
+        device_server(config, storage=storage) as server,
+        Client(config, servers=[server.address]) as client,
     ):
+        client.wait_ready(LAYERS, E)
         for layer in LAYERS:
             for num_tokens in (1, 7):
                 given = batch(num_tokens, num_tokens, low=-1)
@@ -68,7 +92,7 @@ def test_a_servers_iteration_reads_nothing_back(
                 assert server.step() == 1
                 expected = oracle(layer, *given)
                 error = (client.combine(ticket).double() - expected).abs().max()
-                assert error <= TOLERANCE[storage] * expected.abs().max()
+                assert error <= max(TOLERANCE[storage], TOLERANCE[wire]) * expected.abs().max()
     # the first was its capture
     assert len(iterations) >= 5
 
@@ -83,7 +107,7 @@ def test_an_iteration_that_reads_a_count_is_found(
             return ready_R
         return compute(self, ready_R, requests)  # type: ignore[arg-type]
 
-    with server_of(slab()) as server:
+    with device_server(config_of()) as server:
         with monkeypatch.context() as patch:
             patch.setattr(DeviceIteration, "_compute", counting)
             with pytest.raises(ConfigError, match=r"int\(tensor\) waits for the device"):
@@ -139,21 +163,11 @@ def run_guarded(step: CapturedStep[Tensor]) -> Tensor:
     return out
 
 
-@pytest.fixture(params=["partial", "exact"])
+@pytest.fixture(params=[("partial", "fp32"), ("exact", "fp32"), ("partial", "fp8")], ids=str)
 def device_client(request: pytest.FixtureRequest) -> Iterator[DeviceClient]:
-    config = ClientConfig(
-        hidden_size=D,
-        top_k=K,
-        max_tokens=T,
-        max_micro_batches=2,
-        graph_wait=PATIENT,
-        combine=request.param,
-    )
-    spec = PairSpec(
-        hidden_size=D, top_k=K, slots=config.slots, max_tokens=T, combine=config.combine
-    )
+    config = config_of(combine=request.param[0], wire_dtype=request.param[1], max_micro_batches=2)
     held = [[(layer, e) for layer in LAYERS for e in range(E) if e % 2 == i] for i in range(2)]
-    servers = [server_of(slab(keys), spec, name=f"s{i}") for i, keys in enumerate(held)]
+    servers = [device_server(config, keys, name=f"s{i}") for i, keys in enumerate(held)]
     addresses = [server.serve_in_background().address for server in servers]
     with servers[0], servers[1], DeviceClient(config, servers=addresses) as client:
         client.wait_ready(LAYERS, E)
@@ -191,8 +205,9 @@ def test_two_micro_batches_and_the_halves_of_a_layer_read_nothing_back(
         return torch.stack([experts.combine(ticket, add=ticket.x_TD) for ticket in tickets])
 
     out = run_guarded(CapturedStep(device_client, both))
-    expected = [oracle(LAYERS[0], *each) + each[0] for each in given]
-    torch.testing.assert_close(out.double(), torch.stack(expected), rtol=1e-5, atol=1e-5)
+    expected = torch.stack([oracle(LAYERS[0], *each) + each[0] for each in given])
+    error = (out.double() - expected).abs().max()
+    assert error <= TOLERANCE[device_client.config.wire_dtype] * expected.abs().max()
 
 
 def test_a_step_that_reads_a_number_is_found(device_client: DeviceClient) -> None:
