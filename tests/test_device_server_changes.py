@@ -257,6 +257,27 @@ def test_a_client_goes_on_from_a_device_server_to_a_host_driven_one() -> None:
         assert host.counters()["requests"] >= 4
 
 
+def test_a_batch_that_fails_ends_the_server_and_its_clients_see_that_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: object) -> None:
+        raise RuntimeError("CUDA error: planned")
+
+    with server_of(slab()) as server, client_of(server) as client:
+        link = connection_of(client).link
+        monkeypatch.setattr(Captured, "replay", fail)
+        with pytest.raises(RuntimeError, match="CUDA error: planned"):
+            server.serve()
+        assert link.closed
+
+
+def test_a_slab_outlives_its_server() -> None:
+    experts = slab()
+    server_of(experts).close()
+    with server_of(experts) as server:
+        assert server.step() == 0
+
+
 def test_a_slab_says_what_it_holds_to_clients() -> None:
     with server_of(slab([(1, 0), (3, 2)])) as server:
         assert server._control.describe()["holdings"] == {"1": [0], "3": [2]}

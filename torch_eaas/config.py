@@ -12,6 +12,9 @@ from torch_eaas.errors import ConfigError
 WireDtype = Literal["fp32", "bf16", "fp16", "fp8"]
 """Number formats of hidden states on the wire; ``fp8`` is e4m3, with a scale for each 128."""
 
+ReplyDtype = Literal["fp32", "bf16"]
+"""Number formats of the answers' rows."""
+
 Combine = Literal["partial", "exact"]
 """``partial``: servers send one weighted sum per token. ``exact``: one row per (token, expert)."""
 
@@ -66,7 +69,7 @@ class ClientConfig:
     """Format of hidden states that travel to a server; ``fp32`` loses nothing of any input, and
     ``fp8`` all but 4 significant bits of each number."""
 
-    reply_dtype: Literal["fp32", "bf16"] = "fp32"
+    reply_dtype: ReplyDtype = "fp32"
     """Format of the answers' rows."""
 
     combine: Combine = "partial"
@@ -108,7 +111,7 @@ class ClientConfig:
         for name in ("hidden_size", "top_k", "max_tokens", "max_micro_batches"):
             check_at_least(name, getattr(self, name), 1)
         check_choice("wire_dtype", self.wire_dtype, WireDtype)
-        check_choice("reply_dtype", self.reply_dtype, Literal["fp32", "bf16"])
+        check_choice("reply_dtype", self.reply_dtype, ReplyDtype)
         check_choice("combine", self.combine, Combine)
         check_choice("on_missing", self.on_missing, Literal["raise", "drop"])
         durations = ("request_timeout", "first_request_timeout", "recovery_timeout", "graph_wait")

@@ -21,7 +21,7 @@ from torch_eaas.protocol.layout import PairSpec
 from torch_eaas.server_path import DataPath
 
 AHEAD = 2
-"""Iterations that are enqueued at once: the device never waits for the host, and a change waits
+"""Iterations that are under way at once: the device does not wait for the host, and a change waits
 for no more than these."""
 
 COUNTERS_S = 0.05
@@ -80,6 +80,8 @@ class DevicePath(DataPath[DevicePair]):
 
     @override
     def step(self) -> int:
+        if len(self._under_way) == AHEAD:
+            self._under_way.popleft().reach()
         now = self._clock()
         with self._enqueuing, self._stream.current():
             self._apply()
@@ -88,8 +90,6 @@ class DevicePath(DataPath[DevicePair]):
             if not self._on_gpu or now - self._counted >= COUNTERS_S:
                 self._counted = now
                 self._device_counters.ask()
-        if len(self._under_way) > AHEAD:
-            self._under_way.popleft().reach()
         return self._hear()
 
     @override
@@ -119,6 +119,7 @@ class DevicePath(DataPath[DevicePair]):
             mark.reach()
             if not self._hear():
                 break
+        self._slab.detach()
 
     def _apply(self) -> None:
         """Enqueue what has changed since the last iteration; the lock is held."""

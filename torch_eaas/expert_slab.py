@@ -135,6 +135,10 @@ class ExpertSlab:
             raise ConfigError("this slab belongs to a server already; make one for each server")
         self._settle = settle
 
+    def detach(self) -> None:
+        """Belong to no server any more: none reads it from now on."""
+        self._settle = self._settle_alone
+
     def push(self) -> None:
         """Enqueue the table's copy on the current stream, if it changed."""
         self._table.push()

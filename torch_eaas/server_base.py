@@ -145,8 +145,10 @@ class Server(Generic[P]):
                 if not self.step():
                     self._path.rest(self._stop.is_set)
         finally:
-            self._leave()
-            self._left.set()
+            try:
+                self._leave()
+            finally:
+                self._left.set()
 
     def serve_in_background(self) -> Self:
         """Serve in a thread of this process; return this server, which ``close`` ends."""
@@ -211,9 +213,11 @@ class Server(Generic[P]):
         return self._drain.is_over(self._clock(), self._path.last_answer, is_alone=is_alone)
 
     def _leave(self) -> None:
-        self._path.finish()
-        # the clients see the endpoint close, so that they do not wait while the monitor is told
-        self._listener.close()
+        try:
+            self._path.finish()
+        finally:
+            # the clients see the endpoint close, so that they do not wait while the monitor is told
+            self._listener.close()
         self._loading.close()
         agent, self._agent = self._agent, None
         if agent is not None:

@@ -11,6 +11,8 @@ import torch
 from tests.ops.compiling import CAPABILITIES, Compiled, compiled
 from torch_eaas.ops import (
     add_replies,
+    answer_counts,
+    casting,
     choose_replicas,
     clock,
     gate,
@@ -130,6 +132,16 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "close a gate": lambda: gate.launch(zeros(1), zeros(1)),
     "read the clock": lambda: clock.launch(zeros(1)),
     "scan": launch_scan,
+    "count answers": lambda: answer_counts.launch(
+        zeros(answer_counts.NUM_COUNTERS),
+        zeros(R, dtype=torch.int32),
+        zeros(R, dtype=torch.int32),
+        zeros(1),
+        zeros(1),
+    ),
+    "cast rows": lambda: casting.launch(
+        zeros(R * T, D, dtype=torch.float32), torch.bfloat16, zeros(R, dtype=torch.int32)
+    ),
     "read requests": launch_read,
     "read hidden": lambda: launch_read_hidden(torch.bfloat16),
     "read hidden in fp8": lambda: launch_read_hidden(FP8),
@@ -217,10 +229,22 @@ def test_a_request_is_read_after_its_word_was_acquired_and_each_field_once(capab
 
 
 @ON_EACH
-def test_a_scan_only_loads_what_clients_write(capability: int) -> None:
+def test_a_scan_only_loads_what_clients_write_and_its_threads_agree_when_to_go_on(
+    capability: int,
+) -> None:
     kernel = kernel_of("scan", capability)
-    assert kernel.count(VOLATILE) == 1
     assert kernel.count(r"\batom\.") == 0
+    # each look, all words once more, and the headers' counts
+    look, words, counts = places(kernel, VOLATILE)
+    # once for the start, once a look
+    start, time = places(kernel, "%globaltimer")
+    assert start < look < time < words < counts
+    # one thread stores whether to look again, and all load it behind a barrier
+    [decision] = [at for at in places(kernel, r"\bst\.global\.b32") if time < at < words]
+    [agreed] = [at for at in places(kernel, r"\bld\.global\.b32") if decision < at < words]
+    barriers = places(kernel, BARRIER)
+    assert any(decision < barrier < agreed for barrier in barriers)
+    assert any(agreed < barrier < words for barrier in barriers)
 
 
 @ON_EACH

@@ -12,6 +12,8 @@ from tests.ops.test_registered_ops import checks_of
 from tests.ops.windowed import SPEC, Pair, client_of, numbers, server_of
 from torch_eaas.ops import (
     add_replies,
+    answer_counts,
+    casting,
     choose_replicas,
     clock,
     gate,
@@ -104,6 +106,21 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "scan_slots": (
         slot_scan,
         lambda: (*server(), numbers(0, 0), numbers(1), numbers(5), 3, 9, 0, 1),
+    ),
+    "cast_rows": (
+        casting,
+        # every row is held, so nothing is left as it was
+        lambda: (torch.ones(4, 3), torch.float16, numbers(2, 2, dtype=int32)),
+    ),
+    "count_answers": (
+        answer_counts,
+        lambda: (
+            torch.arange(answer_counts.NUM_COUNTERS),
+            numbers(0, 3, -1, dtype=int32),
+            numbers(2, 0, 0, dtype=int32),
+            numbers(5),
+            numbers(9),
+        ),
     ),
     "read_requests": (
         read_requests,

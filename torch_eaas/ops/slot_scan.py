@@ -154,14 +154,12 @@ def _fake(
 
 
 @triton.jit
-def _look(
-    at_PS: tl.tensor, is_slot: tl.tensor, seen: tl.tensor, taken: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the words, and whether any slot holds what nobody took."""
+def _look(at_PS: tl.tensor, is_slot: tl.tensor, seen: tl.tensor, taken: tl.tensor) -> tl.tensor:
+    """Return 1 if any slot holds what nobody took, else 0."""
     # without order: who reads what a word announces acquires it anew
     word = tl.load(at_PS, mask=is_slot, other=0, volatile=True)
     is_ready = (is_newer(word, taken) | is_newer(seen, taken)) & is_slot
-    return word, tl.max(tl.max(is_ready.to(tl.int32), axis=1), axis=0)
+    return tl.max(tl.max(is_ready.to(tl.int32), axis=1), axis=0)
 
 
 @triton.jit(
@@ -194,15 +192,19 @@ def _scan_kernel(
     LONGEST: tl.constexpr,
     HAS_TIMER: tl.constexpr,
 ) -> None:
-    """Look until a word is new, and write the list, round by round: each client's k-th request."""
+    """Look until a word is new, and write the list, round by round: each client's k-th request.
+
+    The list's length is where the threads agree, meanwhile, whether to look again.
+    """
     lane = tl.arange(0, PAIRS)
-    pair = ((lane + tl.load(turn)) % num_pairs).to(tl.int64)
+    first = (tl.load(turn) & 0x7FFFFFFF).to(tl.int32) % num_pairs
+    pair = tl.where(lane < num_pairs - first, lane, lane - num_pairs) + first
     is_pair = lane < num_pairs
     row = pairs_PC + pair * COLUMNS
     window = tl.load(row + REQUESTS, mask=is_pair, other=0)
     slots = tl.load(row + SLOTS, mask=is_pair, other=0)
     is_open = is_pair & (window != 0)
-    slot = tl.arange(0, SLOTS_A_PAIR)[None, :].to(tl.int64)
+    slot = tl.arange(0, SLOTS_A_PAIR)[None, :]
     is_slot = is_open[:, None] & (slot < slots[:, None])
 
     at_PS = (window[:, None] + slot * BYTES_A_WORD).to(tl.pointer_type(tl.int64))
@@ -212,12 +214,20 @@ def _scan_kernel(
     seen = tl.load(seen_PS, mask=is_slot, other=0)
     taken = tl.load(taken_PS, mask=is_slot, other=0)
     start = clock_ns(HAS_TIMER)
-    word, is_any = _look(at_PS, is_slot, seen, taken)
-    looked = 1
-    while (is_any == 0) & (looked < looks) & (clock_ns(HAS_TIMER) - start < wait_ns):
-        word, is_any = _look(at_PS, is_slot, seen, taken)
+    looked = 0
+    waits = 1
+    while waits != 0:
         looked += 1
+        is_any = _look(at_PS, is_slot, seen, taken)
+        is_late = (looked >= looks) | (clock_ns(HAS_TIMER) - start >= wait_ns)
+        # threads may see other words and other times: one's decision is everybody's
+        tl.store(num_ready, tl.where(is_late, 0, 1 - is_any))
+        tl.debug_barrier()
+        waits = tl.load(num_ready)
+        tl.debug_barrier()
 
+    # what one thread has seen, all of them see now
+    word = tl.load(at_PS, mask=is_slot, other=0, volatile=True)
     # several threads may load the same word, and not all of them may find it new
     is_new = is_newer(word, seen) & is_slot
     scanned = tl.load(scanned_P + pair, mask=is_open, other=0)
@@ -233,24 +243,24 @@ def _scan_kernel(
     stride = tl.load(row + REQUEST_SLOT_BYTES, mask=is_pair, other=0)
     tokens_at = (first[:, None] + slot * stride[:, None]).to(tl.pointer_type(tl.int32))
     room = tl.load(row + MAX_TOKENS, mask=is_pair, other=0)
-    tokens = tl.load(tokens_at, mask=is_ready, other=0, volatile=True).to(tl.int64) & 0xFFFFFFFF
-    tokens = tl.minimum(tokens, room[:, None])
+    tokens = tl.load(tokens_at, mask=is_ready, other=0, volatile=True).to(tl.uint32, bitcast=True)
+    tokens = tl.minimum(tokens, room[:, None].to(tl.uint32)).to(tl.int32)
     is_ready = is_ready.to(tl.int32)
     rank = tl.cumsum(is_ready, axis=1) - is_ready
     count = tl.sum(is_ready, axis=1)
     listed = 0
-    before = tl.full((), 0, tl.int64)
+    before = 0
     admitted = 0
     for k in range(num_slots):
         has_one = (count > k).to(tl.int32)
         chosen = (is_ready > 0) & (rank == k)
-        entry = (pair * num_slots + tl.sum(tl.where(chosen, slot, 0), axis=1)).to(tl.int32)
+        entry = pair * num_slots + tl.sum(tl.where(chosen, slot, 0), axis=1)
         own = tl.sum(tl.where(chosen, tokens, 0), axis=1)
         place = listed + tl.cumsum(has_one, axis=0) - has_one
         fits = (before + tl.cumsum(own, axis=0) <= max_tokens) | (place == 0)
         fits = fits & (has_one > 0) & (place < max_requests)
         tl.store(ready_R + place, entry, mask=fits)
-        tl.store(tokens_R + place, own.to(tl.int32), mask=fits)
+        tl.store(tokens_R + place, own, mask=fits)
         admitted += tl.sum(fits.to(tl.int32), axis=0)
         listed += tl.sum(has_one, axis=0)
         before += tl.sum(own, axis=0)

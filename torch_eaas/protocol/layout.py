@@ -22,7 +22,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from torch_eaas.config import Combine, WireDtype, check_at_least, check_choice
+from torch_eaas.config import Combine, ReplyDtype, WireDtype, check_at_least, check_choice
 from torch_eaas.errors import ConfigError
 
 PROTOCOL_VERSION = 1
@@ -132,7 +132,7 @@ class PairSpec:
     wire_dtype: WireDtype = "fp32"
     """Format of the hidden states."""
 
-    reply_dtype: Literal["fp32", "bf16"] = "fp32"
+    reply_dtype: ReplyDtype = "fp32"
     """Format of the answers' rows."""
 
     combine: Combine = "partial"
@@ -142,7 +142,7 @@ class PairSpec:
         for name in ("hidden_size", "top_k", "slots", "max_tokens"):
             check_at_least(name, getattr(self, name), 1)
         check_choice("wire_dtype", self.wire_dtype, WireDtype)
-        check_choice("reply_dtype", self.reply_dtype, Literal["fp32", "bf16"])
+        check_choice("reply_dtype", self.reply_dtype, ReplyDtype)
         check_choice("combine", self.combine, Combine)
         if self.slots > MAX_SLOTS or self.max_tokens > MAX_TOKENS:
             raise ConfigError(
