@@ -28,7 +28,6 @@ NUMPY_DTYPES: dict[str, Any] = {
 }
 """How numpy sees the wire's numbers: it knows no bf16 and no fp8, and copies need none."""
 
-
 LARGE_BYTES = 1 << 16
 """From here on a plain copy of bytes beats a tensor's, whatever it takes to get at the bytes."""
 
