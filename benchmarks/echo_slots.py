@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
@@ -18,9 +17,12 @@ from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.config import ClientConfig, ServerConfig
 from torch_eaas.connections import Connections
 from torch_eaas.errors import PeerTimeout, StalePeer
+from torch_eaas.experts import ExpertPool
 from torch_eaas.placement import Placement, ServerInfo
 from torch_eaas.protocol.layout import Status
+from torch_eaas.server import HostPath
 from torch_eaas.server_control import ServerControl
+from torch_eaas.server_pairs import ServerPair
 
 WIDTHS = sorted({hidden for _, hidden in SIZES.values()})
 CLIENT_INSTANCE = 7
@@ -33,8 +35,8 @@ class SlotEcho(Echo):
 
     def __init__(self, side: Side, folder: Path, pipe: Pipe) -> None:
         self._transport = SharedMemoryTransport()
-        self._controls: dict[int, ServerControl] = {}
-        self._clients: dict[int, Connections] = {}
+        self._controls: dict[int, ServerControl[ServerPair]] = {}
+        self._clients: dict[int, Connections[Connection]] = {}
         for width in WIDTHS:
             address = f"unix:{folder}/slots-{width}"
             if side == "server":
@@ -74,10 +76,9 @@ class SlotEcho(Echo):
         for _ in range(count):
             if not self._transport.wait(lambda: pair.scan(time.monotonic()), TIMEOUT_S):
                 raise PeerTimeout(f"the server of {size} saw no request within {TIMEOUT_S:g} s")
-            with control.writing:
-                slot, word, since = pair.slots.take()
-                frame = pair.read(slot, word, since, time.monotonic())
-                pair.answer(frame, frame.hidden_TD, queue_us=0, experts_us=0, version=1)
+            slot, word, since = pair.slots.take()
+            frame = pair.read(slot, word, since, time.monotonic())
+            pair.answer(frame, frame.hidden_TD, queue_us=0, experts_us=0, version=1)
 
     @override
     def close(self) -> None:
@@ -97,24 +98,26 @@ class SlotEcho(Echo):
             raise StalePeer(f"not the answer that was awaited: {header}")
 
 
-def _control(transport: SharedMemoryTransport, width: int) -> ServerControl:
+def _control(transport: SharedMemoryTransport, width: int) -> ServerControl[ServerPair]:
+    config = ServerConfig(name="echo")
     return ServerControl(
-        config=ServerConfig(name="echo"),
+        config=config,
         instance=1,
         transport=transport,
         hidden_size=width,
         holdings=lambda: {0: (0,)},
-        counters=Counter(),
+        # its pairs are served by hand, see echo
+        path=HostPath(ExpertPool(width, 1), config, transport, time.monotonic),
         drain=lambda: None,
         clock=time.monotonic,
     )
 
 
-def _connect(transport: SharedMemoryTransport, width: int, address: str) -> Connections:
+def _connect(transport: SharedMemoryTransport, width: int, address: str) -> Connections[Connection]:
     config = ClientConfig(
         hidden_size=width, top_k=1, max_tokens=64, wire_dtype="bf16", reply_dtype="bf16"
     )
-    connections = Connections(config, CLIENT_INSTANCE, transport, time.monotonic)
+    connections = Connections(config, CLIENT_INSTANCE, transport, time.monotonic, Connection)
     server = ServerInfo(name="echo", instance=1, address=address, holdings={0: (0,)})
     connections.follow(Placement((server,), 1))
     connections.maintain(in_threads=False)

@@ -67,11 +67,11 @@ def _timed(run: Call, device: torch.device) -> float:
         began = time.perf_counter()
         run()
         return time.perf_counter() - began
-    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
-    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     # the GPU idles for about a millisecond, in which the host has time to launch the graph
-    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # torch
+    torch.cuda._sleep(2_000_000)
     start.record()
     run()
     end.record()

@@ -50,6 +50,11 @@ class Worker:
             self._process.join(5)
             raise PeerGone(f"{name} ended with {self._process.exitcode}") from error
 
+    def kill(self) -> None:
+        """End the process with SIGKILL."""
+        self._process.kill()
+        self._process.join(5)
+
     def close(self) -> None:
         """End the process; safe twice."""
         self.pipe.close()

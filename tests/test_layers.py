@@ -20,10 +20,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = (
     {"errors"},
     {"access"},
-    {"config"},
+    {"config", "capture"},
     # placement is pure and without torch; experts says in its terms what it holds
     {"protocol", "placement"},
-    {"comm", "ops"},
+    {"comm", "ops", "device"},
     {"experts", "routers", "row_views", "spans"},
     {"monitor"},
     {"client", "server"},
@@ -43,12 +43,29 @@ CLIENT = {
     "client_inputs",
     "client_pairs",
     "client_pieces",
+    "client_staging",
     "client_tickets",
     "client_turns",
 }
-CLIENT |= {"connections", "directory", "routing"}
+CLIENT |= {"connections", "control_tasks", "directory", "left_windows", "open_pair", "pair_keeper"}
+CLIENT |= {"routing"}
+CLIENT |= {
+    "captured_step",
+    "device_client",
+    "device_client_calls",
+    "device_client_eager",
+    "device_client_failover",
+    "device_client_pairs",
+    "device_client_staging",
+    "device_client_tables",
+    "device_client_words",
+}
 SERVER = {"server", "server_batch", "server_control", "server_drain", "server_loading"}
-SERVER |= {"server_pairs"}
+SERVER |= {"server_base", "server_pairs", "server_path"}
+SERVER |= {"device_server", "device_server_counters", "device_server_iteration"}
+SERVER |= {"device_server_pairs", "device_server_path"}
+DEVICE = {"captured", "device_stream"}
+EXPERTS = {"experts", "expert_slab", "slab_memory"}
 REMOTE_MOE = {"remote_moe", "remote_ops"}
 DBO = {"dbo", "batch_splitting", "thread_state", "turns"}
 TOP = {"", "__main__"}
@@ -56,6 +73,8 @@ TOP = {"", "__main__"}
 UNITS = (
     ("client", CLIENT),
     ("server", SERVER),
+    ("device", DEVICE),
+    ("experts", EXPERTS),
     ("dbo", DBO),
     ("remote_moe", REMOTE_MOE),
     ("top", TOP),

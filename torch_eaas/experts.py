@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from torch_eaas.capture import refuse_device
 from torch_eaas.config import Storage, check_at_least, check_choice
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.grouped_linear import grouped_linear
@@ -71,6 +72,42 @@ class ExpertWeights:
             for matrix in (self.gate_ID, self.up_ID, self.down_DI)
         )
         return ExpertWeights(gate[0], up[0], down[0], (gate[1], up[1], down[1]), self.block)
+
+
+def check_weights(
+    layer: int, expert: int, weights: ExpertWeights, hidden_size: int, intermediate_size: int
+) -> None:
+    """Refuse an expert that is not one of these sizes.
+
+    Raises:
+        ConfigError: A matrix has another shape, is not of floats, or scales are missing.
+    """
+    wanted = (intermediate_size, hidden_size)
+    scales = weights.scales or (None, None, None)
+    for name, matrix, scale, shape in (
+        ("gate", weights.gate_ID, scales[0], wanted),
+        ("up", weights.up_ID, scales[1], wanted),
+        ("down", weights.down_DI, scales[2], wanted[::-1]),
+    ):
+        if tuple(matrix.shape) != shape:
+            raise ConfigError(
+                f"layer {layer}, expert {expert}: {name} must be {shape}, got {tuple(matrix.shape)}"
+            )
+        if not matrix.is_floating_point():
+            raise ConfigError(
+                f"layer {layer}, expert {expert}: {name} must be of floats, got {matrix.dtype}"
+            )
+        if (matrix.dtype == torch.float8_e4m3fn) != (scale is not None):
+            raise ConfigError(
+                f"layer {layer}, expert {expert}: block scales belong to float8_e4m3fn "
+                f"weights and to no others, got {name} of {matrix.dtype}"
+            )
+        grid = tuple(-(-n // b) for n, b in zip(shape, weights.block, strict=True))
+        if scale is not None and tuple(scale.shape) != grid:
+            raise ConfigError(
+                f"layer {layer}, expert {expert}: scales of {name} must be {grid} for blocks "
+                f"of {weights.block}, got {tuple(scale.shape)}"
+            )
 
 
 class _Expert(NamedTuple):
@@ -147,7 +184,7 @@ class ExpertPool(nn.Module):
         for (layer, expert), weights in experts.items():
             check_at_least("layer", layer, 0)
             check_at_least("expert", expert, 0)
-            self._check(layer, expert, weights)
+            check_weights(layer, expert, weights, self.hidden_size, self.intermediate_size)
             new[layer, expert] = _kept(weights, self.storage)
         self._replace({**self._experts, **new})
 
@@ -184,6 +221,7 @@ class ExpertPool(nn.Module):
         per_expert: bool,
     ) -> Tensor:
         """Like ``forward``, with groups that were looked up in ``table``."""
+        refuse_device("an ExpertPool", "an ExpertSlab in a DeviceServer", x_TD)
         num_tokens, top_k = groups_TK.shape
         order, active, counts = sorted_rows(groups_TK.numpy().reshape(-1))
         order_N, tokens_N = torch.from_numpy(order), torch.from_numpy(order // top_k)
@@ -216,31 +254,6 @@ class ExpertPool(nn.Module):
         hidden = grouped_linear(x_nD, gate_up, counts, deterministic=deterministic)
         inner = swiglu_ref(hidden).to(down[0].dtype)
         return grouped_linear(inner, down, counts, deterministic=deterministic)
-
-    def _check(self, layer: int, expert: int, weights: ExpertWeights) -> None:
-        wanted = (self.intermediate_size, self.hidden_size)
-        scales = weights.scales or (None, None, None)
-        for name, matrix, scale, shape in (
-            ("gate", weights.gate_ID, scales[0], wanted),
-            ("up", weights.up_ID, scales[1], wanted),
-            ("down", weights.down_DI, scales[2], wanted[::-1]),
-        ):
-            if tuple(matrix.shape) != shape:
-                raise ConfigError(
-                    f"layer {layer}, expert {expert}: {name} must be {shape}, "
-                    f"got {tuple(matrix.shape)}"
-                )
-            if (matrix.dtype == torch.float8_e4m3fn) != (scale is not None):
-                raise ConfigError(
-                    f"layer {layer}, expert {expert}: block scales belong to float8_e4m3fn "
-                    f"weights and to no others, got {name} of {matrix.dtype}"
-                )
-            grid = tuple(-(-n // b) for n, b in zip(shape, weights.block, strict=True))
-            if scale is not None and tuple(scale.shape) != grid:
-                raise ConfigError(
-                    f"layer {layer}, expert {expert}: scales of {name} must be {grid} for blocks "
-                    f"of {weights.block}, got {tuple(scale.shape)}"
-                )
 
     def _replace(self, experts: dict[tuple[int, int], _Expert]) -> None:
         self._experts = experts

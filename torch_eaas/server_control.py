@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,7 +22,7 @@ from torch_eaas.errors import ConfigError, HandshakeRefused
 from torch_eaas.placement import Holdings, Placement, ServerState
 from torch_eaas.protocol.layout import PROTOCOL_VERSION, PairSpec
 from torch_eaas.protocol.pairs import ServerEpochs
-from torch_eaas.server_pairs import ServerPair
+from torch_eaas.server_path import DataPath, P
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,10 @@ _MISSHAPEN = (KeyError, TypeError, ValueError, OverflowError)
 """What reading a call's fields raises; the last one where JSON's numbers are infinite."""
 
 
-class ServerControl(Handler):
+class ServerControl(Handler, Generic[P]):
     """Keeps the list of a server's pairs, and answers control calls about them.
 
-    The serving loop holds ``writing`` while it reads and writes windows, so a pair that was taken
-    off the list is never written again once ``writing`` has been free.
+    A pair that was taken off the list is never written again once the data path has settled.
 
     Args:
         config: The server's options.
@@ -42,7 +41,7 @@ class ServerControl(Handler):
         transport: Makes the request windows.
         hidden_size: Width that a client's spec must have.
         holdings: Tells what the server holds now.
-        counters: The serving loop's counters.
+        path: What serves the pairs on the list.
         drain: Begins a drain; returns at once.
         clock: Seconds, monotonic.
     """
@@ -55,7 +54,7 @@ class ServerControl(Handler):
         transport: Transport,
         hidden_size: int,
         holdings: Callable[[], Holdings],
-        counters: Counter[str],
+        path: DataPath[P],
         drain: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -64,7 +63,7 @@ class ServerControl(Handler):
         self._transport = transport
         self._hidden_size = hidden_size
         self._holdings = holdings
-        self._counters = counters
+        self._path = path
         self._drain = drain
         self._clock = clock
         self._epochs = ServerEpochs()
@@ -72,14 +71,17 @@ class ServerControl(Handler):
         self._registry = CollectorRegistry()
         self._registry.register(_Counters(self))
         self._changing = threading.Lock()
-        self.writing = threading.Lock()
         self._silent: frozenset[int] = frozenset()
-        self.pairs: tuple[ServerPair, ...] = ()
         self.state: ServerState = "serving"
         self.placement = Placement()
         """The newest that this server knows; clients ask for it while the monitor is away."""
-        self.make_pair: Callable[..., ServerPair] = ServerPair
+        self.make_pair: Callable[..., P] = path.make_pair
         """Makes a pair; planned faults put one here that fails."""
+
+    @property
+    def pairs(self) -> tuple[P, ...]:
+        """The pairs that are open."""
+        return self._path.pairs
 
     @override
     def admits(self, peer: int, token: object) -> bool:
@@ -132,7 +134,7 @@ class ServerControl(Handler):
 
     def numbers(self) -> dict[str, int]:
         """Return a copy of the serving loop's counters."""
-        return dict(self._counters)
+        return dict(self._path.counters)
 
     @property
     def denied(self) -> int:
@@ -158,16 +160,17 @@ class ServerControl(Handler):
         )
         requests = self._transport.create_window(spec.request_bytes)
         try:
-            pair = make(requests=requests.view, replies=windows[0].view, now=self._clock())
+            pair = make(requests=requests, replies=windows[0], now=self._clock())
         except BaseException:
             requests.close()
             raise
         if self._drop(lambda old: old.instance == instance):
             # the answer says that nothing is written into older windows any more
-            with self.writing:
-                pass
+            self._path.settle()
         with self._changing:
-            self.pairs = (*self.pairs, pair)
+            # others may have come since it was checked
+            self._check_room(instance)
+            self._path.pairs = (*self.pairs, pair)
         self._transport.ring()
         logger.info(
             "client %s: pair of %d slots, %.1f MiB here and %.1f MiB there",
@@ -198,18 +201,36 @@ class ServerControl(Handler):
                 f"client {client} has hidden size {spec.hidden_size}, "
                 f"server {self._config.name} has {self._hidden_size}"
             )
+        self._check_agreed(client, spec)
         if self.state == "draining":
             raise HandshakeRefused(f"server {self._config.name} is draining")
-        others = sum(1 for pair in self.pairs if pair.instance != instance)
-        if others >= self._config.max_pairs:
-            raise HandshakeRefused(
-                f"server {self._config.name} has {self._config.max_pairs} clients already"
-            )
+        self._check_room(instance)
         if len(windows) != 1 or windows[0].nbytes != spec.reply_bytes:
             raise HandshakeRefused(
                 f"a handshake brings one reply window of {spec.reply_bytes} bytes, "
                 f"got {[window.nbytes for window in windows]}"
             )
+
+    def _check_room(self, instance: int) -> None:
+        others = sum(1 for pair in self.pairs if pair.instance != instance)
+        if others >= self._config.max_pairs:
+            raise HandshakeRefused(
+                f"server {self._config.name} has {self._config.max_pairs} clients already"
+            )
+
+    def _check_agreed(self, client: str, spec: PairSpec) -> None:
+        """Refuse a pair for which this server's path was not made."""
+        agreed = self._path.agreed
+        if agreed is None:
+            return
+        for field in fields(spec):
+            wanted, has = getattr(spec, field.name), getattr(agreed, field.name)
+            is_limit = field.name in ("slots", "max_tokens")
+            if wanted != has and not (is_limit and wanted < has):
+                raise HandshakeRefused(
+                    f"client {client} has {field.name} {wanted}, server {self._config.name} was "
+                    f"started for {'at most ' if is_limit else ''}{has}; give both the same"
+                )
 
     def _close_epoch(self, peer: int, body: Json) -> Json:
         """Write into an epoch's window no more; the answer says that this is so."""
@@ -218,26 +239,26 @@ class ServerControl(Handler):
         except _MISSHAPEN as error:
             raise HandshakeRefused(f"not a close: {error!r}") from error
         self._drop(lambda pair: pair.instance == instance and pair.epoch == epoch)
-        with self.writing:
-            # the batch that may still have been writing is done
-            return {"closed": epoch}
+        self._path.settle()
+        return {"closed": epoch}
 
     def _start_drain(self, peer: int, body: Json) -> Json:
         self._drain()
         return {"state": "draining"}
 
-    def _drop(self, is_dropped: Callable[[ServerPair], bool]) -> bool:
+    def _drop(self, is_dropped: Callable[[P], bool]) -> bool:
         """Take pairs off the list; return whether there were any."""
         with self._changing:
             kept = tuple(pair for pair in self.pairs if not is_dropped(pair))
-            dropped, self.pairs = len(kept) < len(self.pairs), kept
+            dropped = len(kept) < len(self.pairs)
+            self._path.pairs = kept
         return dropped
 
 
 class _Counters(Collector):
     """Reads the counters when somebody asks, so that serving pays nothing for them."""
 
-    def __init__(self, control: ServerControl) -> None:
+    def __init__(self, control: ServerControl[Any]) -> None:
         self._control = control
 
     @override

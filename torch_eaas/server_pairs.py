@@ -1,6 +1,6 @@
 """A server's side of its pairs: windows mapped, frames read and checked, answers written.
 
-Shape legend: T tokens, K experts per token, D hidden.
+Shape legend: T tokens, K experts per token, D hidden, d scales per token.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torch_eaas.comm.window import Window
 from torch_eaas.errors import TransportError
 from torch_eaas.protocol.layout import (
     REPLY_HEADER,
@@ -48,6 +50,8 @@ class Frame:
     weights_TK: NDArray[np.float32]
     hidden_TD: Tensor
     """A view into the window."""
+    scales_Td: Tensor | None = None
+    """A view into the window too: what brings fp8 numbers back; None for any other format."""
 
 
 class ServerPair:
@@ -59,8 +63,8 @@ class ServerPair:
         instance: The client's instance id.
         epoch: The number of the pair's window.
         spec: What was agreed.
-        requests: The request window's bytes; the client writes them.
-        replies: The reply window's bytes; this server writes them.
+        requests: The request window; the client writes it.
+        replies: The reply window; this server writes it.
         now: The server's clock.
     """
 
@@ -72,8 +76,8 @@ class ServerPair:
         instance: int,
         epoch: int,
         spec: PairSpec,
-        requests: memoryview,
-        replies: memoryview,
+        requests: Window,
+        replies: Window,
         now: float,
     ) -> None:
         self.peer, self.client, self.instance, self.epoch = peer, client, instance, epoch
@@ -82,11 +86,11 @@ class ServerPair:
         self.is_silent = False
         """Whether the client may be dead: it is looked at seldom, until it asks again."""
         self._next_scan = 0.0
-        self._requests = requests
-        self._replies = replies
+        self._requests = requests.view
+        self._replies = replies.view
         num_words = spec.slots * WORD_BYTES
-        self._request_words = requests[:num_words].cast("Q")
-        self._reply_words = replies[:num_words].cast("Q")
+        self._request_words = self._requests[:num_words].cast("Q")
+        self._reply_words = self._replies[:num_words].cast("Q")
         self._copied: tuple[int, int, tuple[int, ...]] = (-1, 0, ())
         slots = range(spec.slots)
         self._request_at = [spec.request_slot(slot) for slot in slots]
@@ -96,13 +100,21 @@ class ServerPair:
             self._small(np.float32, at + spec.weights_offset) for at in self._request_at
         ]
         self._hidden = RowViews(
-            requests,
+            self._requests,
             TORCH_DTYPES[spec.wire_dtype],
             (spec.max_tokens, spec.hidden_size),
             [at + spec.hidden_offset for at in self._request_at],
         )
+        self._scales = None
+        if spec.scales_per_token:
+            self._scales = RowViews(
+                self._requests,
+                torch.float32,
+                (spec.max_tokens, spec.scales_per_token),
+                [at + spec.scales_offset for at in self._request_at],
+            )
         self._rows = RowViews(
-            replies,
+            self._replies,
             TORCH_DTYPES[spec.reply_dtype],
             spec.rows_shape,
             [at + spec.rows_offset for at in self._reply_at],
@@ -138,7 +150,8 @@ class ServerPair:
             )
         weights_TK = self._weights[slot][:num_tokens].copy()
         hidden_TD = self._hidden.first(slot, num_tokens)
-        return Frame(self, slot, word, since, layer, ids_TK, weights_TK, hidden_TD)
+        scales_Td = None if self._scales is None else self._scales.first(slot, num_tokens)
+        return Frame(self, slot, word, since, layer, ids_TK, weights_TK, hidden_TD, scales_Td)
 
     def answer(
         self, frame: Frame, rows: Tensor, *, queue_us: int, experts_us: int, version: int

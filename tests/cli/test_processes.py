@@ -97,6 +97,17 @@ def test_without_a_monitor_a_client_is_told_the_servers(
     assert capsys.readouterr().out == expected + "\n"
 
 
+@pytest.mark.usefixtures("in_process")
+def test_over_fp8_a_client_writes_what_local_experts_write_of_rounded_tokens(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    addresses = [server.ready()["address"] for server in running.servers]
+    arguments = [str(SHAKESPEARE), f"--prompt={PROMPTS[1]}", "--max-new-tokens=24"]
+    options = ["--combine=exact", "--wire-dtype=fp8", "--servers", *addresses]
+    assert cli.main(["generate", *arguments, *options]) == 0
+    assert capsys.readouterr().out == continuation(PROMPTS[1], 24, fp8=True) + "\n"
+
+
 def test_servers_leave_one_by_one_while_a_client_writes(running: Running) -> None:
     first, second, third = running.servers
     with running.generate(PROMPTS[1], 160) as client:

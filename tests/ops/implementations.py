@@ -11,12 +11,21 @@ import pytest
 import triton
 
 from torch_eaas.ops import (
+    activation,
     add_replies,
+    answer_counts,
+    casting,
     choose_replicas,
+    combining,
     gate,
+    gemm,
+    packing,
     read_hidden,
     read_requests,
+    read_text,
+    row_dequantizer,
     share_tokens,
+    shrinking,
     signal,
     slot_scan,
     write_replies,
@@ -25,15 +34,26 @@ from torch_eaas.ops import (
 
 MODULES: tuple[ModuleType, ...] = (
     add_replies,
+    answer_counts,
     choose_replicas,
     gate,
     read_hidden,
     read_requests,
+    read_text,
     share_tokens,
     signal,
     slot_scan,
     write_replies,
     write_requests,
+)
+
+ARITHMETIC: tuple[ModuleType, ...] = (
+    casting,
+    combining,
+    gemm,
+    packing,
+    row_dequantizer,
+    shrinking,
 )
 
 
@@ -43,6 +63,14 @@ def use_kernels(patch: pytest.MonkeyPatch) -> None:
         pytest.skip("kernels run on CPU tensors with TRITON_INTERPRET=1 only")
     for module in MODULES:
         patch.setattr(module, "_op", module.launch)
+
+
+def use_all_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Let the experts run their kernels too; not in FP8, whose casts the interpreter gets wrong."""
+    use_kernels(patch)
+    for module in ARITHMETIC:
+        patch.setattr(module, "_op", module.launch)
+    patch.setattr(activation, "_swiglu_op", activation.launch)
 
 
 @pytest.fixture(params=["kernels", "twins"])

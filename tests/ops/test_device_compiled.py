@@ -11,11 +11,14 @@ import torch
 from tests.ops.compiling import CAPABILITIES, Compiled, compiled
 from torch_eaas.ops import (
     add_replies,
+    answer_counts,
+    casting,
     choose_replicas,
     clock,
     gate,
     read_hidden,
     read_requests,
+    read_text,
     share_tokens,
     signal,
     slot_scan,
@@ -23,10 +26,12 @@ from torch_eaas.ops import (
     write_requests,
 )
 from torch_eaas.ops.pair_table import ClientTables, ServerTables
+from torch_eaas.ops.reference_client import Outcome
 from torch_eaas.ops.write_replies import refusal_texts
 from torch_eaas.protocol.layout import REPLY_FIELDS, REQUEST_FIELDS
 
 P, S, R, T, K, D = 32, 4, 16, 128, 8, 7168
+FP8 = torch.float8_e4m3fn
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -37,7 +42,8 @@ def launch_wait(*, for_free: bool) -> object:
     t = ClientTables.empty(P, S)
     counts_P = zeros(P, dtype=torch.int32)
     return signal.launch(
-        t.pairs_PC, t.slots_P, t.words_PS, counts_P, zeros(1), zeros(1), 20_000, 10**9, for_free
+        *(t.pairs_PC, t.slots_P, t.words_PS, counts_P, zeros(1), zeros(1)),
+        *(zeros(P, len(Outcome)), 3, 20_000, 10**9, for_free),
     )
 
 
@@ -50,15 +56,16 @@ def launch_add(ids_TK: torch.Tensor, *, is_bf16: bool) -> object:
 
 def launch_scan() -> object:
     t = ServerTables.empty(P, S)
-    return slot_scan.launch(t.pairs_PC, t.book_3PS, t.scanned_P, t.turn, zeros(1), R)
+    books = (t.pairs_PC, t.book_3PS, t.scanned_P, t.turn)
+    return slot_scan.launch(*books, zeros(1), R, 256, 50, 10**9)
 
 
 def launch_read() -> object:
     t = ServerTables.empty(P, S)
     draining, groups_LE = zeros(1, dtype=torch.int32), zeros(61, 256, dtype=torch.int32)
-    return read_requests.launch(
-        t.pairs_PC, t.book_3PS, zeros(R, dtype=torch.int32), zeros(1), draining, groups_LE, T, K
-    )
+    tokens_R = zeros(R, dtype=torch.int32)
+    lists = (zeros(R, dtype=torch.int32), zeros(1), draining, groups_LE)
+    return read_requests.launch(t.pairs_PC, t.book_3PS, *lists, T, K, tokens_R)
 
 
 def launch_write_requests(dtype: torch.dtype, hidden: int = D, layer: int = 3) -> object:
@@ -68,11 +75,27 @@ def launch_write_requests(dtype: torch.dtype, hidden: int = D, layer: int = 3) -
     weights_PTK = zeros(P, T, K, dtype=torch.float32)
     shares = (counts_P, tokens_PT, ids_PTK, weights_PTK)
     x_ND = zeros(T, hidden, dtype=dtype)
+    scales_Nd = scales_of(x_ND)
     arrivals_P = zeros(P, dtype=torch.int32)
     tables = (t.pairs_PC, t.slots_P, t.words_PS)
     return write_requests.launch(
-        *tables, *shares, x_ND, zeros(1), arrivals_P, zeros(1), layer, 20_000, 4
+        *tables, *shares, x_ND, scales_Nd, zeros(1), arrivals_P, zeros(1), layer, 20_000, 4
     )
+
+
+def launch_read_hidden(dtype: torch.dtype, hidden: int = D) -> object:
+    t, x_RTD = ServerTables.empty(P, S), zeros(R, T, hidden, dtype=dtype)
+    ready_R, num_tokens_R = zeros(R, dtype=torch.int32), zeros(R, dtype=torch.int32)
+    return read_hidden.launch(
+        t.pairs_PC, t.book_3PS, ready_R, num_tokens_R, x_RTD, scales_of(x_RTD), 4
+    )
+
+
+def scales_of(rows: torch.Tensor) -> torch.Tensor | None:
+    """Return room for the scales of rows, if they are fp8."""
+    if rows.dtype != FP8:
+        return None
+    return zeros(*rows.shape[:-1], -(-rows.shape[-1] // 128), dtype=torch.float32)
 
 
 def launch_write_replies(dtype: torch.dtype, rows_per_token: int) -> object:
@@ -97,28 +120,39 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         zeros(256, dtype=torch.int32),
         zeros(1),
         P,
+        3,
     ),
     "add replies": lambda: launch_add(zeros(T, K, dtype=torch.int32)[:, :0], is_bf16=False),
     "add replies bf16, exact": lambda: launch_add(zeros(T, K, dtype=torch.int32), is_bf16=True),
     "wait for replies": lambda: launch_wait(for_free=False),
     "wait for free slots": lambda: launch_wait(for_free=True),
+    "read a text": lambda: read_text.launch(
+        ClientTables.empty(P, S).pairs_PC, ClientTables.empty(P, S).slots_P, 2, 60
+    ),
     "close a gate": lambda: gate.launch(zeros(1), zeros(1)),
     "read the clock": lambda: clock.launch(zeros(1)),
     "scan": launch_scan,
-    "read requests": launch_read,
-    "read hidden": lambda: read_hidden.launch(
-        *(ServerTables.empty(P, S).pairs_PC, ServerTables.empty(P, S).book_3PS),
+    "count answers": lambda: answer_counts.launch(
+        zeros(answer_counts.NUM_COUNTERS),
         zeros(R, dtype=torch.int32),
         zeros(R, dtype=torch.int32),
-        zeros(R, T, D, dtype=torch.bfloat16),
-        4,
+        zeros(1),
+        zeros(1),
     ),
+    "cast rows": lambda: casting.launch(
+        zeros(R * T, D, dtype=torch.float32), torch.bfloat16, zeros(R, dtype=torch.int32)
+    ),
+    "read requests": launch_read,
+    "read hidden": lambda: launch_read_hidden(torch.bfloat16),
+    "read hidden in fp8": lambda: launch_read_hidden(FP8),
     # one kernel for all layers: none is compiled while another one spins
     "write requests": lambda: [
         launch_write_requests(torch.bfloat16, layer=layer) for layer in (0, 1, 3, 16)
     ],
     # an odd row is copied in halves
     "write requests of 63 numbers": lambda: launch_write_requests(torch.bfloat16, 63),
+    "write requests in fp8": lambda: launch_write_requests(FP8),
+    "write requests in fp8 of 63 numbers": lambda: launch_write_requests(FP8, 63),
     "write replies": lambda: launch_write_replies(torch.float32, 1),
 }
 
@@ -162,7 +196,7 @@ def test_a_wait_polls_with_a_plain_load_that_acquires_at_system_scope(
     # the abort word is this GPU's own; no read-modify-write touches a peer's word
     [abort] = places(kernel, r"ld\.global\.gpu\.acquire\.b64")
     [give_up] = places(kernel, r"\batom\.")
-    assert kernel.count(r"atom\.global\.gpu\.release\.exch\.b64") == 1
+    assert kernel.count(r"atom\.global\.release\.gpu\.cas\.b64") == 1
     # once for the start, once a look
     start, look = places(kernel, "%globaltimer")
     assert start < poll < abort < look < give_up
@@ -195,10 +229,22 @@ def test_a_request_is_read_after_its_word_was_acquired_and_each_field_once(capab
 
 
 @ON_EACH
-def test_a_scan_only_loads_what_clients_write(capability: int) -> None:
+def test_a_scan_only_loads_what_clients_write_and_its_threads_agree_when_to_go_on(
+    capability: int,
+) -> None:
     kernel = kernel_of("scan", capability)
-    assert kernel.count(VOLATILE) == 1
     assert kernel.count(r"\batom\.") == 0
+    # each look, all words once more, and the headers' counts
+    look, words, counts = places(kernel, VOLATILE)
+    # once for the start, once a look
+    start, time = places(kernel, "%globaltimer")
+    assert start < look < time < words < counts
+    # one thread stores whether to look again, and all load it behind a barrier
+    [decision] = [at for at in places(kernel, r"\bst\.global\.b32") if time < at < words]
+    [agreed] = [at for at in places(kernel, r"\bld\.global\.b32") if decision < at < words]
+    barriers = places(kernel, BARRIER)
+    assert any(decision < barrier < agreed for barrier in barriers)
+    assert any(agreed < barrier < words for barrier in barriers)
 
 
 @ON_EACH
@@ -218,5 +264,13 @@ def test_a_word_is_released_by_the_last_block_to_arrive(launch: str, capability:
 
 @ON_EACH
 def test_payloads_are_copied_by_sixteen_bytes_where_rows_allow_it(capability: int) -> None:
-    assert kernel_of("write requests", capability).count(r"st\.global\.v4\.b32") > 0
-    assert kernel_of("write replies", capability).count(r"st\.global\.v4\.b32") > 0
+    for launch in ("write requests", "write requests in fp8", "write replies"):
+        assert kernel_of(launch, capability).count(r"st\.global\.v4\.b32") > 0, launch
+    for launch in ("read hidden", "read hidden in fp8"):
+        assert kernel_of(launch, capability).count(r"ld\.global\.v4\.b32") > 0, launch
+
+
+@ON_EACH
+def test_fp8_is_copied_and_never_converted(capability: int) -> None:
+    for launch in ("write requests in fp8", "read hidden in fp8"):
+        assert kernel_of(launch, capability).count("e4m3") == 0, launch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from tests.protocol.record_traces import D, E, ScalingExperts
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.config import ServerConfig
 from torch_eaas.protocol.layout import HEADER_BYTES, Status
+from torch_eaas.server import HostPath
 from torch_eaas.server_control import ServerControl
 from torch_eaas.server_pairs import ServerPair
 
@@ -36,13 +36,15 @@ class DeviceEndpoint:
         scales = {(layer, e): float(layer + e) for layer, e in keys}
         self.server = DeviceServer(SPEC, scales, E)
         transport = SharedMemoryTransport()
+        # its pairs are served by hand, see serve
+        path = HostPath(experts, ServerConfig(), transport, time.monotonic)
         self._control = ServerControl(
             config=ServerConfig(name="device"),
             instance=1,
             transport=transport,
             hidden_size=D,
             holdings=lambda: experts.holdings,
-            counters=Counter(),
+            path=path,
             drain=lambda: None,
             clock=time.monotonic,
         )

@@ -23,7 +23,13 @@ NOW = 5000
 
 
 def read(
-    pair: Pair, entries: list[int], *, since: int = NOW, draining: int = 0, groups: Any = GROUPS
+    pair: Pair,
+    entries: list[int],
+    *,
+    since: int = NOW,
+    draining: int = 0,
+    groups: Any = GROUPS,
+    admitted: list[int] | None = None,
 ) -> tuple[ServerTables, Requests]:
     tables = server_of([None, pair])
     tables.book_3PS[1, 1] = since
@@ -35,6 +41,7 @@ def read(
         groups,
         max_tokens=T,
         top_k=K,
+        tokens_R=None if admitted is None else numbers(*admitted, dtype=torch.int32),
     )
     return tables, requests
 
@@ -162,6 +169,19 @@ def test_more_rows_than_a_block_has_are_all_read() -> None:
     requests = read_requests(tables, entry, word, draining, groups, max_tokens=200, top_k=8)
     assert requests.statuses_R.tolist() == [Status.UNKNOWN_EXPERT]
     assert requests.num_tokens_R.tolist() == [0]
+
+
+def test_a_header_that_grew_since_it_was_admitted_finds_no_room() -> None:
+    pair = Pair()
+    pair.request(0, 0x101, layer=1, num_tokens=2)
+    pair.ids(0, [[-1, -1], [-1, -1]])
+    for admitted, status in ((2, Status.OK), (3, Status.OK), (1, Status.OVERLOADED)):
+        _, requests = read(pair, [4, -1], admitted=[admitted, 0])
+        assert requests.statuses_R.tolist() == [status, -1]
+        assert requests.num_tokens_R.tolist() == [2 if status is Status.OK else 0, 0]
+    # what is worse counts first
+    _, requests = read(pair, [4], admitted=[1], since=NOW - 2000)
+    assert requests.statuses_R.tolist() == [Status.EXPIRED]
 
 
 def test_a_table_of_groups_in_another_dtype_is_refused() -> None:

@@ -13,7 +13,8 @@ from tests.ops.windowed import Pair, client_of, numbers
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.pair_table import ClientTables
-from torch_eaas.ops.signal import Waited, wait_free, wait_replies
+from torch_eaas.ops.reference_client import WAIT_FAILED, Outcome, Waited, missing_word
+from torch_eaas.ops.signal import wait_free, wait_replies
 from torch_eaas.protocol.layout import Status
 from torch_eaas.protocol.words import MAX_SEQUENCE
 
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("implementation", "poisoned_empty")
 
 NOTHING, ARRIVED, TIMED_OUT, ABORTED, REFUSED, STRANGE = Waited
 ENOUGH_US = 10**8
+LAYER = 40
 
 
 def wait(
@@ -32,15 +34,20 @@ def wait(
     looks: int = 3,
 ) -> tuple[list[int], Tensor]:
     """Wait for replies; return what became of each wait, and the headers."""
-    waited_P, replies_PF = wait_replies(
+    outcomes_PO = torch.zeros(len(counts), len(Outcome), dtype=torch.int64)
+    wait_replies(
         tables,
         numbers(*counts, dtype=torch.int32),
         numbers(gate),
         numbers(0) if abort is None else abort,
+        outcomes_PO,
+        layer=LAYER,
         timeout_us=ENOUGH_US,
         looks=looks,
     )
-    return waited_P.tolist(), replies_PF
+    is_waited_P = outcomes_PO[:, 0] != NOTHING
+    assert outcomes_PO[:, 1].tolist() == (LAYER * is_waited_P).tolist()
+    return outcomes_PO[:, 0].tolist(), outcomes_PO[:, 2:]
 
 
 def test_each_pair_is_waited_for_by_its_own_word_and_the_abort_word_is_set_once_one_gives_up() -> (
@@ -172,10 +179,40 @@ def test_a_slot_is_free_once_its_last_request_is_answered_whoever_reads_the_answ
         pair.reply(p, reply_word, status=Status.INTERNAL)
     abort = numbers(0)
     counts_P = numbers(1, 1, 1, 1, dtype=torch.int32)
-    waited_P = wait_free(tables, counts_P, numbers(0), abort, timeout_us=ENOUGH_US, looks=2)
+    outcomes_PO = torch.full((4, len(Outcome)), -77)
+    wait_free(
+        *(tables, counts_P, numbers(0), abort, outcomes_PO),
+        layer=LAYER,
+        timeout_us=ENOUGH_US,
+        looks=2,
+    )
     # never used; answered; the answer to the request before; answered
-    assert waited_P.tolist() == [ARRIVED, ARRIVED, TIMED_OUT, ARRIVED]
-    assert abort.tolist() == [1]
+    untouched = [-77] * len(Outcome)
+    timed_out = [TIMED_OUT, LAYER, *[0] * 8]
+    assert outcomes_PO.tolist() == [untouched, untouched, timed_out, untouched]
+    assert abort.tolist() == [WAIT_FAILED]
+
+
+@pytest.mark.parametrize("count", [0, 1], ids=["not asked", "behind a closed gate"])
+def test_the_outcome_of_who_is_not_waited_for_stays_as_it_was(count: int) -> None:
+    tables = client_of([Pair()], [0])
+    outcomes_PO = torch.full((1, len(Outcome)), -77)
+    for wait_any in (wait_replies, wait_free):
+        wait_any(
+            *(tables, numbers(count, dtype=torch.int32), numbers(count), numbers(0), outcomes_PO),
+            layer=LAYER,
+            timeout_us=ENOUGH_US,
+            looks=2,
+        )
+    assert outcomes_PO.tolist() == [[-77] * len(Outcome)]
+
+
+def test_a_failed_wait_leaves_the_reason_that_came_first() -> None:
+    tables = client_of([Pair()], [0])
+    tables.words_PS[:] = 0x101
+    abort = numbers(missing_word(3, 5))
+    assert wait(tables, [1], abort=abort)[0] == [ABORTED]
+    assert abort.tolist() == [missing_word(3, 5)]
 
 
 def test_a_gate_takes_what_the_abort_word_is() -> None:
@@ -201,7 +238,10 @@ def test_a_failed_wait_closes_the_gates_of_the_stages_behind_it_for_one_budget_i
 def test_counts_of_another_dtype_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"counts_P must be int32, got torch.int64; cast it"):
         wait_free(
-            client_of([Pair()], [0]), numbers(1), numbers(0), numbers(0), timeout_us=1, looks=1
+            *(client_of([Pair()], [0]), numbers(1), numbers(0), numbers(0), numbers(0)[None]),
+            layer=0,
+            timeout_us=1,
+            looks=1,
         )
 
 
@@ -214,5 +254,7 @@ def test_a_wait_without_a_bound_is_refused(name: str) -> None:
             numbers(1, dtype=torch.int32),
             numbers(0),
             numbers(0),
+            numbers(0)[None],
+            layer=0,
             **bounds,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -20,12 +22,19 @@ S = SPEC.slots
 
 
 def scan(tables: ServerTables, now: int = 0, max_requests: int = 8) -> list[int]:
-    ready_R, num_ready = scan_slots(tables, numbers(now), max_requests)
+    ready_R, _, num_ready = scan_slots(tables, numbers(now), max_requests)
     listed: list[int] = ready_R.tolist()
     count = int(num_ready)
     assert listed[count:] == [-1] * (max_requests - count)
     assert -1 not in listed[:count]
     return listed[:count]
+
+
+def scan_all(
+    tables: ServerTables, max_tokens: int, **more: int
+) -> tuple[list[int], list[int], int]:
+    ready_R, tokens_R, num_ready = scan_slots(tables, numbers(0), 4, max_tokens=max_tokens, **more)
+    return ready_R.tolist(), tokens_R.tolist(), int(num_ready)
 
 
 def take(tables: ServerTables, entries: list[int]) -> None:
@@ -44,6 +53,63 @@ def test_the_docstrings_example_holds() -> None:
     tables.turn.fill_(2)
     assert scan(tables, max_requests=4) == [11, 1, 2]
     assert tables.turn.tolist() == [3]
+
+
+def test_the_docstrings_second_example_holds() -> None:
+    pairs = [Pair(), Pair(), Pair()]
+    pairs[0].request(1, 0x101, num_tokens=2)
+    pairs[0].request(2, 0x101, num_tokens=2)
+    pairs[2].request(3, 0x101, num_tokens=3)
+    tables = server_of(list(pairs))
+    tables.turn.fill_(2)
+    assert scan_all(tables, 7) == ([11, 1, 2, -1], [3, 2, 2, 0], 3)
+    tables.turn.fill_(2)
+    assert scan_all(tables, 5) == ([11, 1, -1, -1], [3, 2, 0, 0], 2)
+
+
+def test_the_first_is_admitted_whatever_its_size_and_what_is_not_comes_in_its_turn() -> None:
+    pairs = [Pair(), Pair(), Pair()]
+    tables = server_of(list(pairs))
+    for pair, num_tokens in zip(pairs, (1, 3, 1), strict=True):
+        pair.request(0, 0x101, num_tokens=num_tokens)
+    assert scan_all(tables, 2) == ([0, -1, -1, -1], [1, 0, 0, 0], 1)
+    # a longer prefix than that is none: the small one behind the large one waits too
+    assert scan_all(tables, 2) == ([S, -1, -1, -1], [3, 0, 0, 0], 1)
+    assert scan_all(tables, 2) == ([2 * S, 0, -1, -1], [1, 1, 0, 0], 2)
+
+
+def test_what_a_hostile_header_says_counts_as_its_slots_room() -> None:
+    pairs = [Pair(), Pair()]
+    tables = server_of(list(pairs))
+    pairs[0].request(0, 0x101, num_tokens=0xFFFFFFFF)
+    pairs[1].request(0, 0x101, num_tokens=0)
+    assert scan_all(tables, SPEC.max_tokens) == ([0, S, -1, -1], [SPEC.max_tokens, 0, 0, 0], 2)
+
+
+def test_an_idle_scan_ends_after_its_looks_or_its_time(implementation: str) -> None:
+    pair = Pair()
+    tables = server_of([pair])
+    # the interpreter has no timer, the twin has one
+    more = {"wait_us": 50, "looks": 5} if implementation == "kernels" else {"wait_us": 2000}
+    assert scan_all(tables, 1, **{"looks": 10**9, **more}) == ([-1] * 4, [0] * 4, 0)
+    assert tables.turn.tolist() == [1]
+
+
+def test_a_scan_that_waits_sees_a_word_that_comes_meanwhile() -> None:
+    pair = Pair()
+    tables = server_of([pair])
+    tables.scanned_P.fill_(7)
+
+    def write() -> None:
+        time.sleep(0.02)
+        pair.request(2, 0x101, num_tokens=1)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert scan_all(tables, 1, wait_us=10**8, looks=10**6)[0] == [2, -1, -1, -1]
+    writer.join(10)
+    # its budget counts from the scan before
+    assert int(tables.book_3PS[1, 0, 2]) == 7
 
 
 def test_nothing_is_listed_where_no_pair_is_open() -> None:

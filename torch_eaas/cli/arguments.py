@@ -48,6 +48,14 @@ def positive(text: str) -> float:
     return value
 
 
+def device(text: str) -> str:
+    """Return ``cpu``, ``cuda`` or ``cuda:N``."""
+    kind, colon, number = text.partition(":")
+    if text in ("cpu", "cuda") or (kind == "cuda" and colon and number.isdecimal()):
+        return text
+    raise ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
+
+
 def share(text: str) -> tuple[int, int]:
     """Return index and count of ``INDEX/COUNT``.
 

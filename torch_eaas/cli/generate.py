@@ -8,7 +8,7 @@ from typing import get_args
 from torch_eaas.cli import access, arguments
 from torch_eaas.cli.environment import set_threads, torchrun_rank
 from torch_eaas.cli.verb import Verb
-from torch_eaas.config import Combine
+from torch_eaas.config import Combine, WireDtype
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -39,6 +39,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="partial",
         help="who adds up a token's experts: the servers (partial), or the client in an order "
         "that does not depend on the placement (exact); %(default)s",
+    )
+    parser.add_argument(
+        "--wire-dtype",
+        choices=get_args(WireDtype),
+        default="fp32",
+        help="of hidden states on their way to a server; fp8 has a scale for each 128 numbers "
+        "(%(default)s)",
     )
     parser.add_argument("--sample", action="store_true", help="draw tokens, do not take the best")
     add_sampling(parser)
@@ -95,6 +102,7 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             prefix="" if rank is None else f"[{name}-{rank}] ",
             dtype=args.dtype,
             combine=args.combine,
+            wire_dtype=args.wire_dtype,
             wait=args.wait,
             threads=args.threads,
             access=access.access_of(args),

@@ -8,7 +8,7 @@ from typing import get_args
 from torch_eaas.cli import access, arguments
 from torch_eaas.cli.environment import set_threads
 from torch_eaas.cli.verb import Verb
-from torch_eaas.config import Storage
+from torch_eaas.config import Combine, ReplyDtype, Storage, WireDtype
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -49,8 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--storage",
         choices=get_args(Storage),
-        default="fp32",
-        help="how weights are kept (%(default)s); fp8 saves memory, not time",
+        help="how weights are kept (fp32; bf16 on a GPU); on a CPU fp8 saves memory, not time",
     )
     parser.add_argument("--name", help="unique among the servers (server-INDEX or server-PID)")
     parser.add_argument(
@@ -72,8 +71,42 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="record with torch.profiler from start to end, for merge-traces; for short runs only",
     )
+    _add_device(parser)
     access.add_token(parser)
     access.add_authority(parser)
+
+
+def _add_device(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "a server on a GPU", "what every client must have: a GPU's work is captured for it"
+    )
+    group.add_argument(
+        "--device",
+        type=arguments.device,
+        default="cpu",
+        help="cpu, cuda or cuda:N (%(default)s); a GPU answers by itself, the host only replays",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=arguments.count,
+        default=128,
+        help="most tokens of a request (%(default)s)",
+    )
+    group.add_argument(
+        "--max-micro-batches",
+        type=arguments.count,
+        default=3,
+        help="most requests of a client at once, but for one given up (%(default)s)",
+    )
+    group.add_argument(
+        "--max-clients", type=arguments.count, default=64, help="most clients (%(default)s)"
+    )
+    for name, choices, default in (
+        ("wire-dtype", WireDtype, "fp32"),
+        ("reply-dtype", ReplyDtype, "fp32"),
+        ("combine", Combine, "partial"),
+    ):
+        group.add_argument(f"--{name}", choices=get_args(choices), default=default)
 
 
 def run(args: Namespace, parser: ArgumentParser) -> int:
@@ -89,7 +122,7 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
         parser.error(f"--copies must be at most the number of servers ({count}), got {args.copies}")
     set_threads(args.threads)
     # torch is imported only now
-    from torch_eaas.cli.serving import ServeOptions, serve
+    from torch_eaas.cli.serving import PairOptions, ServeOptions, serve
 
     return serve(
         ServeOptions(
@@ -99,13 +132,22 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             copies=args.copies,
             experts=() if args.standby else args.experts,
             room=args.room,
-            storage=args.storage,
+            storage=args.storage or ("fp32" if args.device == "cpu" else "bf16"),
             name=args.name or f"server-{index if count > 1 else os.getpid()}",
             address=args.address,
             transport=args.transport,
             max_rows=args.max_rows,
             threads=args.threads,
             trace=args.trace,
+            device=None if args.device == "cpu" else args.device,
+            pairs=PairOptions(
+                max_tokens=args.max_tokens,
+                max_micro_batches=args.max_micro_batches,
+                max_clients=args.max_clients,
+                wire_dtype=args.wire_dtype,
+                reply_dtype=args.reply_dtype,
+                combine=args.combine,
+            ),
             access=access.access_of(args),
         )
     )

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from torch_eaas.access import Access
-from torch_eaas.config import ServerConfig, Storage
+from torch_eaas.config import Combine, ReplyDtype, ServerConfig, Storage, WireDtype
 from torch_eaas.errors import CheckpointError, ConfigError
 from torch_eaas.experts import ExpertPool
 from torch_eaas.models.checkpoint import SCALE_SUFFIX, Checkpoint
@@ -28,8 +29,35 @@ from torch_eaas.placement import Holdings, holdings_from, share
 from torch_eaas.server import ExpertServer
 from torch_eaas.server_loading import Load
 
+if TYPE_CHECKING:
+    from torch_eaas.device_server import DeviceServer
+    from torch_eaas.expert_slab import ExpertSlab
+
 _READ_TOGETHER = 16
 """Experts that are in memory twice while they are read: as stored, and as the pool keeps them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairOptions:
+    """What a device's work is captured for, as clients name it in their ``ClientConfig``."""
+
+    max_tokens: int = 128
+    """Most tokens of a request."""
+
+    max_micro_batches: int = 3
+    """Most dispatches of a client at once."""
+
+    max_clients: int = 64
+    """Most clients at once."""
+
+    wire_dtype: WireDtype = "fp32"
+    """Format of hidden states."""
+
+    reply_dtype: ReplyDtype = "fp32"
+    """Format of the answers' rows."""
+
+    combine: Combine = "partial"
+    """Who adds up a token's experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +103,12 @@ class ServeOptions:
     trace: Path | None
     """Where to write a profiler's trace at the end; None: record none."""
 
+    device: str | None
+    """The device that answers by itself; None: the host answers."""
+
+    pairs: PairOptions
+    """What a device's work is captured for."""
+
     access: Access
     """The token that clients must show, and what the monitor is shown."""
 
@@ -86,40 +120,70 @@ def serve(options: ServeOptions) -> int:
     with Checkpoint(options.checkpoint) as checkpoint:
         shape = read_shape(checkpoint)
         holdings = _holdings(options, shape)
-        pool = ExpertPool(shape.hidden_size, shape.intermediate_size, storage=options.storage)
-        _read_into(pool, checkpoint, holdings, options.storage)
+        experts = make_experts(options, shape, holdings)
+        _read_into(experts, checkpoint, holdings, options.storage)
         told = {
             "bytes_read": checkpoint.bytes_read,
             "bytes_held": sum(_sizes(checkpoint, holdings)),
             "header_bytes": checkpoint.header_bytes_read,
             "load_seconds": round(time.monotonic() - started, 3),
         }
-    # the storage too: holders of one expert must give the same bits where a client asks for that
-    fingerprint = f"{shape.fingerprint}:{options.storage}"
-    server = ExpertServer(
-        pool,
-        ServerConfig(
-            name=options.name,
-            address=options.address,
-            max_rows=options.max_rows,
-            room=_room(options, shape),
-            fingerprint=fingerprint,
-            access=options.access,
-        ),
-        transport=options.transport,
-        monitor=options.monitor,
-        model=ModelInfo(
-            fingerprint=fingerprint, layers=shape.moe_layers, num_experts=shape.num_experts
-        ),
-        load=_loader(options, shape, pool),
-    )
+    server = make_server(options, shape, experts)
     _drain_on_signals(server)
     # what is alive now stays so: a full collection would only stop the server to find that out
     gc.freeze()
-    print(json.dumps({**_identity(server, fingerprint), **told}), flush=True)
+    print(json.dumps({**_identity(server), **told}), flush=True)
     with _recorded(options.trace):
         server.serve()
     return 0
+
+
+def make_experts(
+    options: ServeOptions, shape: MoeShape, holdings: Holdings
+) -> ExpertPool | ExpertSlab:
+    """Return what experts are to be loaded into, still empty."""
+    if options.device is None:
+        return ExpertPool(shape.hidden_size, shape.intermediate_size, storage=options.storage)
+    # only here, for it brings Triton, which not every machine has
+    from torch_eaas.cli.device_serving import make_slab
+
+    slots = sum(len(experts) for experts in holdings.values()) + _room(options, shape)
+    return make_slab(options.device, shape, slots, options.storage)
+
+
+def make_server(
+    options: ServeOptions, shape: MoeShape, experts: ExpertPool | ExpertSlab
+) -> ExpertServer | DeviceServer:
+    """Return a server of these experts, which nobody has asked to serve yet."""
+    # the storage too: holders of one expert must give the same bits where a client asks for that
+    fingerprint = f"{shape.fingerprint}:{options.storage}"
+    config = ServerConfig(
+        name=options.name,
+        address=options.address,
+        max_rows=options.max_rows,
+        max_pairs=options.pairs.max_clients,
+        room=_room(options, shape),
+        fingerprint=fingerprint,
+        access=options.access,
+    )
+    model = ModelInfo(
+        fingerprint=fingerprint, layers=shape.moe_layers, num_experts=shape.num_experts
+    )
+    load, monitor = _loader(options, shape, experts), options.monitor
+    if isinstance(experts, ExpertPool):
+        return ExpertServer(
+            experts,
+            config,
+            transport=options.transport,
+            monitor=monitor,
+            model=model,
+            load=load,
+        )
+    from torch_eaas.cli.device_serving import make_device_server
+
+    return make_device_server(
+        experts, shape, options.pairs, config, monitor=monitor, model=model, load=load
+    )
 
 
 @contextmanager
@@ -154,7 +218,7 @@ def _room(options: ServeOptions, shape: MoeShape) -> int:
     return len(shape.moe_layers) * shape.num_experts if is_standby else 0
 
 
-def _loader(options: ServeOptions, shape: MoeShape, pool: ExpertPool) -> Load:
+def _loader(options: ServeOptions, shape: MoeShape, held: ExpertPool | ExpertSlab) -> Load:
     def load(experts: Sequence[tuple[int, int]]) -> None:
         # opened anew: no file is kept open for a load that may never come
         with Checkpoint(options.checkpoint) as checkpoint:
@@ -164,19 +228,19 @@ def _loader(options: ServeOptions, shape: MoeShape, pool: ExpertPool) -> Load:
                     f"{options.checkpoint}: is now model {now}, this server serves "
                     f"{shape.fingerprint}; start a server of the new one"
                 )
-            _read_into(pool, checkpoint, holdings_from(experts), options.storage)
+            _read_into(held, checkpoint, holdings_from(experts), options.storage)
 
     return load
 
 
 def _read_into(
-    pool: ExpertPool, checkpoint: Checkpoint, holdings: Holdings, storage: Storage
+    held: ExpertPool | ExpertSlab, checkpoint: Checkpoint, holdings: Holdings, storage: Storage
 ) -> None:
     for layer, experts in holdings.items():
         for at in range(0, len(experts), _READ_TOGETHER):
             some = experts[at : at + _READ_TOGETHER]
             read = read_experts(checkpoint, layer, some, storage=storage)
-            pool.update({(layer, expert): weights for expert, weights in read})
+            held.update({(layer, expert): weights for expert, weights in read})
 
 
 def _sizes(checkpoint: Checkpoint, holdings: Holdings) -> Iterator[int]:
@@ -190,19 +254,19 @@ def _sizes(checkpoint: Checkpoint, holdings: Holdings) -> Iterator[int]:
                         yield checkpoint.info(tensor).num_bytes
 
 
-def _identity(server: ExpertServer, fingerprint: str) -> Mapping[str, object]:
+def _identity(server: ExpertServer | DeviceServer) -> Mapping[str, object]:
     return {
         "ready": "server",
         "name": server.config.name,
         "address": server.address,
         "pid": os.getpid(),
         "instance": f"{server.instance:016x}",
-        "fingerprint": fingerprint,
+        "fingerprint": server.config.fingerprint,
         "experts": {str(layer): list(ids) for layer, ids in server.experts.holdings.items()},
     }
 
 
-def _drain_on_signals(server: ExpertServer) -> None:
+def _drain_on_signals(server: ExpertServer | DeviceServer) -> None:
     """Drain at the first SIGTERM or SIGINT; the second one ends the process at once."""
 
     def drain(number: int, frame: FrameType | None) -> None:

@@ -40,6 +40,12 @@ def _gate_kernel(abort: tl.tensor, gate: tl.tensor) -> None:
     tl.store(gate, tl.load(abort))
 
 
+@triton.jit
+def set_abort(abort: tl.tensor, word: tl.tensor) -> None:
+    """Set the step's abort word unless another failure of the step has: the first one counts."""
+    tl.atomic_cas(abort, tl.zeros((), tl.int64), word, sem="release", scope="gpu")
+
+
 _op = define_op(
     "close_gate(Tensor abort, Tensor(a!) gate) -> ()",
     kernel=launch,

@@ -49,6 +49,7 @@ _OK = tl.constexpr(int(Status.OK))
 _UNKNOWN_EXPERT = tl.constexpr(int(Status.UNKNOWN_EXPERT))
 _BAD_REQUEST = tl.constexpr(int(Status.BAD_REQUEST))
 _DRAINING = tl.constexpr(int(Status.DRAINING))
+_OVERLOADED = tl.constexpr(int(Status.OVERLOADED))
 _EXPIRED = tl.constexpr(int(Status.EXPIRED))
 _STALE = tl.constexpr(int(Status.STALE))
 
@@ -82,6 +83,7 @@ def read_requests(
     *,
     max_tokens: int,
     top_k: int,
+    tokens_R: Tensor | None = None,
 ) -> Requests:
     """Take the listed requests: copy header, ids and weights, and check the copies.
 
@@ -94,6 +96,8 @@ def read_requests(
             held.
         max_tokens: T, the most tokens of a request of any pair.
         top_k: K.
+        tokens_R: Tokens that each was admitted with, int32: one that has more by now is answered
+            OVERLOADED, since there may be no room for it. None: there is room for all.
 
     Example:
         ``groups=[[5, -1]]``: a request of layer 0 with ids ``[[0, -1]]`` has the status 0, OK; one
@@ -103,9 +107,11 @@ def read_requests(
     check_tensor("groups_LE", groups_LE, (torch.int32,), 2)
     check_at_least("max_tokens", max_tokens, 1)
     check_at_least("top_k", top_k, 1)
-    return Requests(
-        *_op(tables.pairs_PC, tables.book_3PS, ready_R, now, draining, groups_LE, max_tokens, top_k)
-    )
+    if tokens_R is not None:
+        check_tensor("tokens_R", tokens_R, (torch.int32,), 1)
+    books = (tables.pairs_PC, tables.book_3PS)
+    lists = (ready_R, now, draining, groups_LE)
+    return Requests(*_op(*books, *lists, max_tokens, top_k, tokens_R))
 
 
 def launch(
@@ -117,6 +123,7 @@ def launch(
     groups_LE: Tensor,
     max_tokens: int,
     top_k: int,
+    tokens_R: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Run the kernel: one program a request."""
     outputs = _fake(pairs_PC, book_3PS, ready_R, now, draining, groups_LE, max_tokens, top_k)
@@ -128,6 +135,7 @@ def launch(
             now,
             draining,
             groups_LE,
+            tokens_R,
             *outputs,
             *book_3PS.shape[1:],
             *groups_LE.shape,
@@ -147,6 +155,7 @@ def _fake(
     groups_LE: Tensor,
     max_tokens: int,
     top_k: int,
+    *_: object,
 ) -> tuple[Tensor, ...]:
     requests = len(ready_R)
     return (
@@ -167,6 +176,7 @@ def _read_kernel(
     now: tl.tensor,
     draining: tl.tensor,
     groups_LE: tl.tensor,
+    tokens_R: tl.tensor,
     headers_RF: tl.tensor,
     statuses_R: tl.tensor,
     layers_R: tl.tensor,
@@ -224,7 +234,10 @@ def _read_kernel(
         is_ours = (instance == of_pair(pairs_PC, pair, INSTANCE)) & (sequence == sequence_of(word))
         is_ours = is_ours & (epoch == of_pair(pairs_PC, pair, EPOCH))
         # the last to be set is the first to count
-        status = tl.where(is_late, _EXPIRED, _OK)
+        status = _OK
+        if tokens_R is not None:
+            status = tl.where(num_tokens > tl.load(tokens_R + request), _OVERLOADED, _OK)
+        status = tl.where(is_late, _EXPIRED, status)
         status = tl.where(is_bad, _BAD_REQUEST, status)
         status = tl.where(is_ours, status, _STALE)
         status = tl.where(tl.load(draining) != 0, _DRAINING, status)
@@ -262,7 +275,7 @@ def _read_kernel(
 
 _op = define_op(
     "read_requests(Tensor pairs_PC, Tensor(a!) book_3PS, Tensor ready_R, Tensor now, "
-    "Tensor draining, Tensor groups_LE, int max_tokens, int top_k) "
+    "Tensor draining, Tensor groups_LE, int max_tokens, int top_k, Tensor? tokens_R) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     kernel=launch,
     twin=read_requests_ref,

@@ -6,6 +6,7 @@ Shape suffixes: see ``pair_table``.
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -40,30 +41,59 @@ def scan_slots_ref(
     turn: Tensor,
     now: Tensor,
     max_requests: int,
-) -> tuple[Tensor, Tensor]:
-    """Define ``slot_scan.scan_slots``."""
-    _, num_pairs, num_slots = book_3PS.shape
+    max_tokens: int,
+    wait_us: int,
+    looks: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Define ``slot_scan.scan_slots``; ``wait_us`` and ``looks`` only say when it looks."""
     seen_PS, since_PS, taken_PS = book_3PS
-    ready: list[list[int]] = []
-    for i in range(num_pairs):
-        p = (i + int(turn)) % num_pairs
-        pair = PairMemory(pairs_PC, p)
-        ready.append([])
-        if not pair[Column.REQUESTS]:
-            continue
-        for slot in range(pair[Column.SLOTS]):
-            word = pair.word(Column.REQUESTS, slot).value
-            if is_newer(word, unsigned(int(seen_PS[p, slot]))):
-                seen_PS[p, slot] = signed(word)
-                since_PS[p, slot] = scanned_P[p]
-            if is_newer(unsigned(int(seen_PS[p, slot])), unsigned(int(taken_PS[p, slot]))):
-                ready[-1].append(p * num_slots + slot)
-        scanned_P[p] = now[0]
+    end = time.monotonic_ns() + wait_us * 1000
+    for look in range(looks):
+        words = _words(pairs_PC)
+        # the newest word that is known of each slot, and what nobody took of them
+        newest = {at: max(word, unsigned(int(seen_PS[at]))) for at, word in words.items()}
+        ready = [at for at in newest if is_newer(newest[at], unsigned(int(taken_PS[at])))]
+        if ready or (look and time.monotonic_ns() >= end):
+            break
+    for at, word in words.items():
+        if is_newer(word, unsigned(int(seen_PS[at]))):
+            seen_PS[at] = signed(word)
+            since_PS[at] = scanned_P[at[0]]
+    scanned_P[pairs_PC[:, Column.REQUESTS] != 0] = now
+    listed = _in_turn(ready, int(turn), len(pairs_PC))
     turn += 1
-    in_turn = [entry for k in range(num_slots) for entries in ready for entry in entries[k : k + 1]]
-    listed = in_turn[:max_requests]
-    ready_R = torch.tensor(listed + [-1] * (max_requests - len(listed)), dtype=torch.int32)
-    return ready_R, torch.tensor([len(listed)], dtype=torch.int32)
+    ready_R = torch.full((max_requests,), -1, dtype=torch.int32)
+    tokens_R, admitted, tokens_before = torch.zeros_like(ready_R), 0, 0
+    for p, slot in listed[:max_requests]:
+        pair = PairMemory(pairs_PC, p)
+        header = REQUEST_HEADER.unpack(pair.slot(Column.REQUESTS, slot, 0, REQUEST_HEADER.size))
+        tokens = min(header[6], pair[Column.MAX_TOKENS])
+        tokens_before += tokens
+        if admitted and tokens_before > max_tokens:
+            break
+        ready_R[admitted], tokens_R[admitted] = p * book_3PS.shape[2] + slot, tokens
+        admitted += 1
+    return ready_R, tokens_R, torch.tensor([admitted], dtype=torch.int32)
+
+
+def _words(pairs_PC: Tensor) -> dict[tuple[int, int], int]:
+    """Return the request words of all open pairs, by pair and slot."""
+    words = {}
+    for p in pairs_PC[:, Column.REQUESTS].nonzero().flatten().tolist():
+        pair = PairMemory(pairs_PC, p)
+        for slot in range(pair[Column.SLOTS]):
+            words[p, slot] = pair.word(Column.REQUESTS, slot).value
+    return words
+
+
+def _in_turn(ready: list[tuple[int, int]], turn: int, num_pairs: int) -> list[tuple[int, int]]:
+    """Return slots in the order of their turn: one of each pair, then the second of each."""
+    ranks: Counter[int] = Counter()
+    keys = []
+    for p, slot in ready:
+        keys.append((ranks[p], (p - turn) % num_pairs, p, slot))
+        ranks[p] += 1
+    return [(p, slot) for _, _, p, slot in sorted(keys)]
 
 
 def read_requests_ref(
@@ -75,6 +105,7 @@ def read_requests_ref(
     groups_LE: Tensor,
     max_tokens: int,
     top_k: int,
+    tokens_R: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Define ``read_requests.read_requests``."""
     num = len(ready_R)
@@ -95,6 +126,8 @@ def read_requests_ref(
         layers_R[r] = headers_RF[r, 5]
         fields = REQUEST_HEADER.unpack(header)
         status = _check(pair, word, fields, int(now) - int(book_3PS[1, p, slot]), max_tokens)
+        if status is Status.OK and tokens_R is not None and fields[6] > int(tokens_R[r]):
+            status = Status.OVERLOADED
         if draining.item():
             status = Status.DRAINING
         if status is Status.OK:
@@ -140,16 +173,19 @@ def read_hidden_ref(
     ready_R: Tensor,
     num_tokens_R: Tensor,
     x_RTD: Tensor,
+    scales_RTd: Tensor | None,
     blocks: int,
 ) -> None:
     """Define ``read_hidden.read_hidden``."""
     for r, count in enumerate(num_tokens_R.tolist()):
         if count:
             p, slot = divmod(int(ready_R[r]), book_3PS.shape[2])
-            pair, part_TD = PairMemory(pairs_PC, p), x_RTD[r, :count]
-            at = pair[Column.HIDDEN_OFFSET]
-            data = bytearray(pair.slot(Column.REQUESTS, slot, at, part_TD.nbytes))
-            part_TD.view(torch.uint8).view(-1).copy_(torch.frombuffer(data, dtype=torch.uint8))
+            pair, parts = PairMemory(pairs_PC, p), [(Column.HIDDEN_OFFSET, x_RTD[r, :count])]
+            if scales_RTd is not None:
+                parts.append((Column.SCALES_OFFSET, scales_RTd[r, :count]))
+            for column, part in parts:
+                data = bytearray(pair.slot(Column.REQUESTS, slot, pair[column], part.nbytes))
+                part.view(torch.uint8).view(-1).copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
 def write_replies_ref(
@@ -185,3 +221,14 @@ def write_replies_ref(
         capped = [min(each, _LONGEST_TIME) for each in times]
         REPLY_HEADER.pack_into(header, 0, *ours, int(version), status, size, *capped)
         pair.word(Column.REPLIES, slot).value = ServerSlots.reply_word(word)
+
+
+def count_answers_ref(
+    counters_C: Tensor, statuses_R: Tensor, num_tokens_R: Tensor, started: Tensor, now: Tensor
+) -> None:
+    """Define ``answer_counts.count_answers``."""
+    tokens = int(num_tokens_R.sum())
+    experts_us = int(now) - int(started) if tokens else 0
+    by_status = [int((statuses_R == status).sum()) for status in Status]
+    added = [1, int(tokens > 0), tokens, experts_us, *by_status]
+    counters_C += torch.tensor(added)

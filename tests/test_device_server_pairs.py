@@ -1,0 +1,120 @@
+"""A device server's rows: who has which, and how long a window's memory is kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from tests.device_served import SPEC, server_of, slab
+from torch_eaas.comm.window import local_window
+from torch_eaas.device_server import _default_transport
+from torch_eaas.device_server_iteration import DeviceIteration, IterationSizes
+from torch_eaas.device_server_pairs import DevicePair, PairRows
+from torch_eaas.device_stream import DeviceStream, Mark
+from torch_eaas.errors import ConfigError
+from torch_eaas.ops.pair_table import Column, ServerTables
+
+
+class PlannedMark(Mark):
+    """A mark that is passed when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed = False
+
+    @property
+    def is_passed(self) -> bool:
+        return self.passed
+
+
+class PlannedStream(DeviceStream):
+    """A stream whose work ends when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.marks: list[PlannedMark] = []
+
+    def mark(self) -> Mark:
+        self.marks.append(PlannedMark())
+        return self.marks[-1]
+
+
+def pair(instance: int, epoch: int = 1) -> DevicePair:
+    return DevicePair(
+        peer=instance,
+        client=f"client {instance}",
+        instance=instance,
+        epoch=epoch,
+        spec=SPEC,
+        requests=local_window(SPEC.request_bytes),
+        replies=local_window(SPEC.reply_bytes),
+        now=0.0,
+    )
+
+
+def instances(tables: ServerTables) -> list[int]:
+    found: list[int] = tables.pairs_PC[:, Column.INSTANCE].tolist()
+    return found
+
+
+def test_rows_are_taken_given_back_and_taken_again_with_a_fresh_book() -> None:
+    tables = ServerTables.empty(2, SPEC.slots)
+    rows = PairRows(tables, PlannedStream())
+    first, second, third = pair(1), pair(2), pair(3)
+    rows.apply((first, second))
+    assert instances(tables) == [1, 2]
+    tables.book_3PS.fill_(9)
+    rows.apply((second,))
+    assert instances(tables) == [0, 2]
+    rows.apply((second, third))
+    assert instances(tables) == [3, 2]
+    assert tables.book_3PS[:, 0].tolist() == [[0] * SPEC.slots] * 3
+    assert tables.book_3PS[:, 1].tolist() == [[9] * SPEC.slots] * 3
+    # its first scan counts from when it came
+    assert int(tables.scanned_P[0]) > 0
+
+
+def test_a_window_stays_mapped_until_the_iterations_that_may_write_into_it_have_ended() -> None:
+    tables, stream = ServerTables.empty(2, SPEC.slots), PlannedStream()
+    rows = PairRows(tables, stream)
+    gone = pair(1)
+    mapped = weakref.ref(gone.replies.owner)
+    rows.apply((gone,))
+    rows.apply(())
+    del gone
+    gc.collect()
+    assert instances(tables) == [0, 0]
+    assert mapped() is not None
+    stream.marks[-1].passed = True
+    rows.apply(())
+    gc.collect()
+    assert mapped() is None
+
+
+@pytest.mark.parametrize(("slots", "rows"), [(1, 128), (64, 32)])
+def test_in_exact_mode_the_tile_does_not_depend_on_the_slab(slots: int, rows: int) -> None:
+    exact = type(SPEC)(**{**SPEC.to_json(), "combine": "exact"})
+    sizes: dict[str, Any] = {"max_pairs": 2, "max_rows": 2048, "max_requests": 2}
+    made = slab([], slots=slots)
+    assert DeviceIteration(made, IterationSizes(spec=exact, **sizes))._block_rows == 16
+    # 2048 rows in so many groups
+    partial = DeviceIteration(made, IterationSizes(spec=SPEC, **sizes))
+    assert partial._block_rows == rows
+
+
+def test_a_gpu_without_a_transport_of_its_own_is_refused() -> None:
+    class OnGpu:
+        device = torch.device("cuda", 0)
+
+    message = r"a server on cuda:0 needs a transport whose windows the GPU can map; give it one"
+    with pytest.raises(ConfigError, match=message):
+        _default_transport(OnGpu())  # type: ignore[arg-type]  # no GPU is here
+
+
+def test_a_server_fits_the_slots_that_one_block_can_scan() -> None:
+    with server_of(slab(), max_pairs=4096) as server:
+        assert server.step() == 0

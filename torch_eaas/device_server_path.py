@@ -1,0 +1,157 @@
+"""How a device answers requests: one captured iteration, replayed by a host that only enqueues."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+
+import torch
+from typing_extensions import override
+
+from torch_eaas.captured import Captured
+from torch_eaas.comm.transport import Transport
+from torch_eaas.device_server_counters import DeviceCounters
+from torch_eaas.device_server_iteration import DeviceIteration, IterationSizes
+from torch_eaas.device_server_pairs import DevicePair, PairRows
+from torch_eaas.device_stream import Mark
+from torch_eaas.expert_slab import ExpertSlab
+from torch_eaas.protocol.layout import PairSpec
+from torch_eaas.server_path import DataPath
+
+AHEAD = 2
+"""Iterations that are under way at once: the device does not wait for the host, and a change waits
+for no more than these."""
+
+COUNTERS_S = 0.05
+"""How often the counters are copied from a GPU."""
+
+LONGEST_WAIT_S = 0.05
+
+
+class DevicePath(DataPath[DevicePair]):
+    """Lets a device read windows, run experts and write answers.
+
+    Args:
+        slab: The experts.
+        sizes: What the iteration is captured for.
+        transport: How to wait for a word on a CPU, where no kernel waits.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        slab: ExpertSlab,
+        sizes: IterationSizes,
+        transport: Transport,
+        clock: Callable[[], float],
+    ) -> None:
+        self._slab, self._stream = slab, slab.stream
+        self._transport = transport
+        self._clock = clock
+        self._iteration = DeviceIteration(slab, sizes)
+        self._captured = Captured(self._iteration.run, device=slab.device)
+        self._on_gpu = slab.device.type == "cuda"
+        if self._on_gpu:
+            # what was made on other streams is there before the first replay
+            torch.cuda.synchronize(slab.device)
+        self._rows = PairRows(self._iteration.tables, self._stream)
+        self._max_requests = sizes.max_pairs * sizes.spec.slots
+        self._enqueuing = threading.Lock()
+        self._under_way: deque[Mark] = deque()
+        self._applied: tuple[DevicePair, ...] = ()
+        self._counted = clock()
+        self.pairs: tuple[DevicePair, ...] = ()
+        self.agreed: PairSpec | None = sizes.spec
+        self.counters: Counter[str] = Counter()
+        self._device_counters = DeviceCounters(
+            self._iteration.counters_C, self._stream, self.counters
+        )
+        self.version = 0
+        self.last_answer = clock()
+        self.progress = 0
+        slab.attach(self.settle)
+
+    @property
+    @override
+    def make_pair(self) -> Callable[..., DevicePair]:
+        return DevicePair
+
+    @override
+    def step(self) -> int:
+        if len(self._under_way) == AHEAD:
+            self._under_way.popleft().reach()
+        now = self._clock()
+        with self._enqueuing, self._stream.current():
+            self._apply()
+            self._captured.replay()
+            self._under_way.append(self._stream.mark())
+            if not self._on_gpu or now - self._counted >= COUNTERS_S:
+                self._counted = now
+                self._device_counters.ask()
+        return self._hear()
+
+    @override
+    def rest(self, has_stopped: Callable[[], bool]) -> None:
+        if self._on_gpu:
+            # the iteration's first kernel waits
+            return
+        idle = self._clock() - self.last_answer
+        self._transport.wait(lambda: has_stopped() or self._has_work(), LONGEST_WAIT_S, idle)
+
+    @override
+    def settle(self) -> None:
+        with self._enqueuing, self._stream.current():
+            self._apply()
+            mark = self._stream.mark()
+        # outside of the lock: iterations may follow meanwhile
+        mark.reach()
+
+    @override
+    def finish(self) -> None:
+        self._iteration.draining.wanted = torch.ones(1, dtype=torch.int32)
+        for _ in range(self._max_requests):
+            self.step()
+            with self._enqueuing, self._stream.current():
+                self._device_counters.ask()
+                mark = self._stream.mark()
+            mark.reach()
+            if not self._hear():
+                break
+        self._slab.detach()
+
+    def _apply(self) -> None:
+        """Enqueue what has changed since the last iteration; the lock is held."""
+        iteration = self._iteration
+        pairs = self.pairs
+        if pairs is not self._applied:
+            self._rows.apply(pairs)
+            self._applied = pairs
+        if self.version != int(iteration.version.wanted):
+            iteration.version.wanted = torch.tensor([self.version])
+        for mirror in (iteration.version, iteration.draining):
+            mirror.push()
+        self._slab.push()
+
+    def _hear(self) -> int:
+        """Return the requests answered, as far as a copy of the counters says so by now."""
+        before = self._device_counters.answered
+        self._device_counters.hear()
+        answered = self._device_counters.answered - before
+        self.progress = self._device_counters.iterations
+        if answered:
+            self.last_answer = self._clock()
+            self._transport.ring()
+        return answered
+
+    def _has_work(self) -> bool:
+        """Look into the windows from the host: on a CPU only, where no kernel waits for words."""
+        if self.pairs is not self._applied:
+            return True
+        taken_PS = self._iteration.tables.book_3PS[2].tolist()
+        for row, pair in self._rows.rows.items():
+            words = (ctypes.c_int64 * pair.spec.slots).from_address(pair.requests.address)
+            if list(words) != taken_PS[row][: pair.spec.slots]:
+                return True
+        return False
