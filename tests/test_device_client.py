@@ -29,7 +29,7 @@ from tests.device_served import (
 )
 from tests.monitor.planned import wait_until
 from tests.ops.processes import needs_x86
-from torch_eaas import device_client
+from torch_eaas import device_client_book
 from torch_eaas.captured_step import CapturedStep
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.device_client import DeviceClient
@@ -364,7 +364,7 @@ def test_a_second_dispatch_in_a_micro_batch_is_refused_and_so_is_a_micro_batch_t
 def test_what_cannot_be_captured_says_so(served: World, monkeypatch: pytest.MonkeyPatch) -> None:
     [client] = served.clients
     call(client, *inputs())
-    monkeypatch.setattr(device_client, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(device_client_book, "_is_capturing", lambda device: True)
     with pytest.raises(
         ConfigError, match=r"layer 0: an eager dispatch waits for the device, which no capture"
     ):

@@ -134,7 +134,6 @@ class DeviceStages:
         self._config = config
         self._tables = tables
         self._is_exact = config.combine == "exact"
-        self.wire_dtype = TORCH_DTYPES[config.wire_dtype]
         self._reply_dtype = TORCH_DTYPES[config.reply_dtype]
         self._wait_us = max(1, int(config.graph_wait.total_seconds() * 1e6))
         self._num_pairs = len(tables.pairs_PC)
