@@ -93,6 +93,16 @@ def test_zero_tokens_make_no_request() -> None:
         assert servers.experts[0].num_batches == 0
 
 
+def test_threads_of_one_process_are_woken_over_loopback() -> None:
+    with world(*HALVES, transport=LoopbackTransport()) as servers:
+        client = servers.client()
+        started = time.monotonic()
+        for _ in range(20):
+            assert torch.equal(call(client, *inputs()), moe_sum(*inputs()))
+        # a server that nobody wakes looks after seconds
+        assert time.monotonic() - started < 10
+
+
 def test_each_micro_batch_has_one_dispatch_under_way_and_they_end_in_any_order() -> None:
     with world(EVERY) as servers:
         client = servers.client()

@@ -79,6 +79,7 @@ class DeviceClient:
         self.device = torch.empty(0, device=device).device
         check_at_least("max_servers", max_servers, 1)
         check_at_least("max_replicas", max_replicas, 1)
+        transport = transport or SharedMemoryTransport()
         self.instance = instance if instance is not None else secrets.randbits(64) | 1
         self._counters: Counter[str] = Counter()
         self._keeper = PairKeeper(
@@ -87,7 +88,7 @@ class DeviceClient:
             DeviceConnection,
             servers=servers,
             monitor=monitor,
-            transport=transport or SharedMemoryTransport(),
+            transport=transport,
             clock=clock,
             background=background,
             counters=self.counters,
@@ -101,7 +102,7 @@ class DeviceClient:
             max_servers=max_servers,
             max_replicas=max_replicas,
         )
-        self._stages = DeviceStages(config, self._tables, self.device)
+        self._stages = DeviceStages(config, self._tables, self.device, transport.ring)
         self._failover = DeviceFailover(
             Parts(config, self._connections, self._tables, self._counters, clock, self._stages.text)
         )

@@ -128,11 +128,18 @@ class DeviceStages:
         config: The client's options.
         tables: What the kernels know.
         device: Where they run.
+        ring: Wakes servers that are threads of this process; see ``Transport.ring``.
     """
 
-    def __init__(self, config: ClientConfig, tables: DeviceTables, device: torch.device) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: ClientConfig,
+        tables: DeviceTables,
+        device: torch.device,
+        ring: Callable[[], None],
+    ) -> None:
         self._tables = tables
+        self._ring = ring
         self._is_exact = config.combine == "exact"
         self._reply_dtype = TORCH_DTYPES[config.reply_dtype]
         self._wait_us = max(1, int(config.graph_wait.total_seconds() * 1e6))
@@ -174,6 +181,7 @@ class DeviceStages:
             budget_us=self._wait_us,
             blocks=min(len(call.x_TD), MAX_BLOCKS if call.x_TD.is_cuda else 2),
         )
+        self._ring()
 
     def wait(self, call: DeviceCall) -> None:
         """Wait for the answers."""
