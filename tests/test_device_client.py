@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tests.compiled import whole
 from tests.device_served import (
@@ -93,14 +95,22 @@ def test_zero_tokens_make_no_request() -> None:
         assert servers.experts[0].num_batches == 0
 
 
-def test_threads_of_one_process_are_woken_over_loopback() -> None:
-    with world(*HALVES, transport=LoopbackTransport()) as servers:
+def test_each_dispatch_wakes_servers_that_are_threads_of_this_process() -> None:
+    rung_by: list[str] = []
+
+    class Bell(LoopbackTransport):
+        @override
+        def ring(self) -> None:
+            rung_by.append(threading.current_thread().name)
+            super().ring()
+
+    with world(*HALVES, transport=Bell()) as servers:
         client = servers.client()
-        started = time.monotonic()
-        for _ in range(20):
+        me = threading.current_thread().name
+        before = rung_by.count(me)
+        for _ in range(3):
             assert torch.equal(call(client, *inputs()), moe_sum(*inputs()))
-        # a server that nobody wakes looks after seconds
-        assert time.monotonic() - started < 10
+        assert rung_by.count(me) == before + 3
 
 
 def test_each_micro_batch_has_one_dispatch_under_way_and_they_end_in_any_order() -> None:
