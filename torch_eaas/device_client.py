@@ -27,6 +27,7 @@ from torch_eaas.device_client_failover import DeviceFailover, Parts, Patience
 from torch_eaas.device_client_pairs import DeviceConnection
 from torch_eaas.device_client_tables import DeviceTables
 from torch_eaas.device_client_words import Report
+from torch_eaas.device_stream import check_device
 from torch_eaas.errors import ConfigError
 from torch_eaas.pair_keeper import PairKeeper
 from torch_eaas.placement import Placement
@@ -75,8 +76,7 @@ class DeviceClient:
     ) -> None:
         self.config = config
         _check_options(config)
-        # with its number, as tensors name it
-        self.device = torch.empty(0, device=device).device
+        self.device = check_device(device)
         check_at_least("max_servers", max_servers, 1)
         check_at_least("max_replicas", max_replicas, 1)
         transport = transport_of(transport or "auto", device=str(self.device))

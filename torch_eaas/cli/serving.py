@@ -182,7 +182,14 @@ def make_server(
     from torch_eaas.cli.device_serving import make_device_server
 
     return make_device_server(
-        experts, shape, options.pairs, config, monitor=monitor, model=model, load=load
+        experts,
+        shape,
+        options.pairs,
+        config,
+        transport=options.transport,
+        monitor=monitor,
+        model=model,
+        load=load,
     )
 
 
