@@ -22,7 +22,7 @@ from torch_eaas.device_client import DeviceClient
 SERVER = """
 import sys
 from tests.comm.fake_cuda import fake_transport
-from tests.device_served import server_of, slab
+from tests.served_slabs import server_of, slab
 with server_of(slab(), transport=fake_transport(), name=sys.argv[1]).serve_in_background() as s:
     print(s.address, flush=True)
     sys.stdin.read()
