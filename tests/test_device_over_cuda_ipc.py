@@ -30,8 +30,8 @@ with server_of(slab(), transport=fake_transport(), name=sys.argv[1]).serve_in_ba
 
 
 @contextmanager
-def server_process(name: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Give a server of all experts and its address."""
+def server_process(name: str) -> Iterator[subprocess.Popen[str]]:
+    """Give a server of all experts; it prints its address."""
     with subprocess.Popen(
         [sys.executable, "-c", SERVER, name],
         stdin=subprocess.PIPE,
@@ -39,9 +39,13 @@ def server_process(name: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     ) as process:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().strip()
+        yield process
         process.kill()
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
 def test_a_killed_server_costs_no_answer_and_its_windows_mappings_are_given_back() -> None:
@@ -49,9 +53,9 @@ def test_a_killed_server_costs_no_answer_and_its_windows_mappings_are_given_back
     config = ClientConfig(
         hidden_size=D, top_k=K, max_tokens=T, max_micro_batches=1, graph_wait=timedelta(seconds=2)
     )
-    with server_process("s0") as (dying, first), server_process("s1") as (_, second):
-        transport = fake_transport(cuda)
-        with DeviceClient(config, servers=[first, second], transport=transport) as client:
+    with server_process("s0") as dying, server_process("s1") as other:
+        addresses = [address_of(dying), address_of(other)]
+        with DeviceClient(config, servers=addresses, transport=fake_transport(cuda)) as client:
             client.wait_ready(LAYERS, E, timedelta(seconds=60))
             for turn in range(4):
                 for layer in LAYERS:
