@@ -164,15 +164,44 @@ def test_in_exact_mode_the_bits_do_not_depend_on_a_failure() -> None:
         assert client.counters()["timeouts"] == 1
 
 
-def test_a_server_that_drains_is_asked_by_those_alone_who_have_nobody_else() -> None:
+def test_a_server_that_leaves_is_suspect_and_asked_no_more_while_others_hold_its_experts() -> None:
     with world(EVERY, EVERY) as servers:
         client = servers.client()
         routed = inputs()
         call(client, *routed)
-        drained = servers.servers[0]
-        drained.drain()
+        servers.servers[0]._runner.draining = True
         for _ in range(3):
             assert torch.equal(call(client, *routed), moe_sum(*routed))
+        assert client.counters()["refused_draining"] == 1
+        assert client._connections.suspects == ["s0"]
+
+
+def test_a_request_that_a_server_finds_too_old_is_sent_again() -> None:
+    with world(EVERY) as servers:
+        client = servers.client(graph_wait=BRIEF)
+        routed = inputs()
+        call(client, *routed)
+        # as if it had been suspended: its last look at the slot is longer ago than the budget
+        with servers.servers[0]._control.writing:
+            time.sleep(1.5 * BRIEF.total_seconds())
+            ticket = client.dispatch(0, *routed, num_experts=E)
+        assert torch.equal(client.combine(ticket), moe_sum(*routed))
+        counters = client.counters()
+        assert (counters["refused_expired"], counters.get("timeouts", 0)) == (1, 0)
+
+
+def test_an_answer_of_another_window_is_not_looked_at() -> None:
+    with world(EVERY, EVERY) as servers:
+        client = servers.client()
+        routed = inputs()
+        call(client, *routed)
+        [pair] = servers.servers[0]._control.pairs
+        pair.epoch += 1
+        assert torch.equal(call(client, *routed), moe_sum(*routed))
+        assert client.counters()["stale"] == 1
+        # the next window is as good as any
+        wait_until(lambda: len(client._connections.live) == 2)
+        assert torch.equal(call(client, *routed), moe_sum(*routed))
 
 
 def test_eagerly_an_expert_that_nobody_holds_is_waited_for_and_named() -> None:

@@ -81,8 +81,9 @@ class DeviceClient:
         background: bool = True,
     ) -> None:
         self.config = config
-        self.device = torch.device(device)
-        _check_options(config, self.device, transport)
+        _check_options(config, torch.device(device), transport)
+        # with its number, as tensors name it
+        self.device = torch.empty(0, device=device).device
         check_at_least("max_servers", max_servers, 1)
         check_at_least("max_replicas", max_replicas, 1)
         self.instance = instance if instance is not None else secrets.randbits(64) | 1
@@ -102,6 +103,7 @@ class DeviceClient:
         self._tables = DeviceTables(
             config,
             self._connections,
+            instance=self.instance,
             device=self.device,
             max_servers=max_servers,
             max_replicas=max_replicas,
@@ -162,7 +164,7 @@ class DeviceClient:
         if self._keeper.stopped.is_set():
             raise ConfigError(f"client {self.config.name} is closed; open one for this layer")
         check_inputs(self.config, layer, x_TD, ids_TK, weights_TK)
-        if x_TD.device.type != self.device.type:
+        if x_TD.device != self.device:
             raise ConfigError(
                 f"layer {layer}: hidden states must be on the client's device {self.device}, got "
                 f"{x_TD.device}; move them, or open a client with device={str(x_TD.device)!r}"

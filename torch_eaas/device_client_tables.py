@@ -9,7 +9,9 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_eaas.config import ClientConfig
@@ -18,6 +20,7 @@ from torch_eaas.device_client_pairs import DeviceConnection
 from torch_eaas.device_client_staging import Staged
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import FREE_ROW, Column
+from torch_eaas.routing import LayerRoutes
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ class _Layer:
     """Who may be asked for one layer's experts."""
 
     holders_EH: Staged
-    rows: list[list[int]]
+    rows_EH: NDArray[np.int32]
     """The same on the host."""
 
 
@@ -37,6 +40,7 @@ class DeviceTables:
     Args:
         config: The client's options.
         connections: The open pairs, which another thread may change at any time.
+        instance: The client's instance id: clients spread over equal replicas.
         device: Where the tables lie.
         max_servers: P, rows of the table of pairs: a graph knows no more servers.
         max_replicas: H.
@@ -47,11 +51,13 @@ class DeviceTables:
         config: ClientConfig,
         connections: Connections[DeviceConnection],
         *,
+        instance: int,
         device: torch.device,
         max_servers: int,
         max_replicas: int,
     ) -> None:
         self._name = config.name
+        self._instance = instance
         self._connections = connections
         self._device = device
         self._max_replicas = max_replicas
@@ -84,7 +90,8 @@ class DeviceTables:
     def add(self, layer: int, num_experts: int) -> None:
         """Make a layer's table."""
         shape = (num_experts, self._max_replicas)
-        made = _Layer(Staged(self._full(shape, -1, torch.int32)), [])
+        holders_EH = Staged(self._full(shape, -1, torch.int32))
+        made = _Layer(holders_EH, np.full(shape, -1, dtype=np.int32))
         self._layers[layer] = made
         self._write_layer(layer, made, self._rows_by_name())
 
@@ -104,13 +111,13 @@ class DeviceTables:
         Raises:
             ConfigError: The layer has no such expert.
         """
-        rows = self._layers[layer].rows
-        if expert >= len(rows):
+        rows_EH = self._layers[layer].rows_EH
+        if expert >= len(rows_EH):
             raise ConfigError(
-                f"layer {layer}: expert id {expert} is not within 0 to {len(rows) - 1} "
-                f"(-1 and {len(rows)} mean no expert)"
+                f"layer {layer}: expert id {expert} is not within 0 to {len(rows_EH) - 1} "
+                f"(-1 and {len(rows_EH)} mean no expert)"
             )
-        return rows[expert][0] >= 0
+        return bool(rows_EH[expert, 0] >= 0)
 
     def refresh(self, avoid: Collection[str] = ()) -> None:
         """Bring the tables up to date, in order with the current stream's work; usually nothing.
@@ -128,7 +135,7 @@ class DeviceTables:
         by_name = self._rows_by_name()
         for layer, table in self._layers.items():
             self._write_layer(layer, table, by_name)
-        version = torch.tensor([self._connections.placement.version])
+        version = torch.tensor([self._connections.placement.version], device="cpu")
         self._version.write(version)
 
     def close(self) -> None:
@@ -158,7 +165,7 @@ class DeviceTables:
         if seats != self._seats:
             self._seats = seats
             rows = [FREE_ROW if conn is None else conn.row for conn in seats]
-            self._pairs.write(torch.tensor(rows))
+            self._pairs.write(torch.tensor(rows, device="cpu"))
         self._see_off(left)
         if unseated > self._unseated:
             logger.warning(
@@ -192,20 +199,25 @@ class DeviceTables:
         return {conn.name: row for row, conn in enumerate(self._seats) if conn is not None}
 
     def _write_layer(self, layer: int, table: _Layer, by_name: dict[str, int]) -> None:
-        num_experts, width = table.holders_EH.on_device.shape
-        connections = self._connections
-        if self._avoided:
-            routes = connections.routes_avoiding(layer, num_experts, sorted(self._avoided))
-        else:
-            routes = connections.routes(layer, num_experts)
-        row_of = [by_name.get(name, -1) for name in routes.servers]
-        rows = []
-        for holders in routes.holders:
-            seated = [row_of[i] for i in holders if row_of[i] >= 0][:width]
-            rows.append(seated + [-1] * (width - len(seated)))
-        if rows != table.rows:
-            table.rows[:] = rows
-            table.holders_EH.write(torch.tensor(rows, dtype=torch.int32))
+        num_experts, width = table.rows_EH.shape
+        suspects = [name for name in self._connections.suspects if name not in self._avoided]
+        routes = LayerRoutes(
+            self._connections.placement,
+            layer,
+            num_experts,
+            # a server without a row cannot be asked
+            open_servers=by_name,
+            suspects=[*suspects, *sorted(self._avoided)],
+            salt=self._instance,
+        )
+        # one entry more, -1: it stands for nobody
+        row_of = np.array([*(by_name.get(name, -1) for name in routes.servers), -1], np.int32)
+        seated_EH = row_of[routes.holders_EH[:, :width]]
+        rows_EH = np.full_like(table.rows_EH, -1)
+        rows_EH[:, : seated_EH.shape[1]] = seated_EH
+        if not np.array_equal(rows_EH, table.rows_EH):
+            table.rows_EH[:] = rows_EH
+            table.holders_EH.write(torch.from_numpy(rows_EH))
 
     def _full(self, shape: tuple[int, ...], value: int, dtype: torch.dtype) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=self._device)
