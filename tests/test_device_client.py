@@ -169,7 +169,7 @@ def test_a_server_that_leaves_is_suspect_and_asked_no_more_while_others_hold_its
         client = servers.client()
         routed = inputs()
         call(client, *routed)
-        servers.servers[0]._runner.draining = True
+        servers.servers[0]._path._runner.draining = True
         for _ in range(3):
             assert torch.equal(call(client, *routed), moe_sum(*routed))
         assert client.counters()["refused_draining"] == 1
@@ -182,7 +182,7 @@ def test_a_request_that_a_server_finds_too_old_is_sent_again() -> None:
         routed = inputs()
         call(client, *routed)
         # as if it had been suspended: its last look at the slot is longer ago than the budget
-        with servers.servers[0]._control.writing:
+        with servers.servers[0]._path._writing:
             time.sleep(1.5 * BRIEF.total_seconds())
             ticket = client.dispatch(0, *routed, num_experts=E)
         assert torch.equal(client.combine(ticket), moe_sum(*routed))
