@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tests.compiled import whole
 from tests.device_served import (
@@ -29,7 +31,7 @@ from tests.device_served import (
 )
 from tests.monitor.planned import wait_until
 from tests.ops.processes import needs_x86
-from torch_eaas import device_client
+from torch_eaas import device_client_book
 from torch_eaas.captured_step import CapturedStep
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.device_client import DeviceClient
@@ -91,6 +93,24 @@ def test_zero_tokens_make_no_request() -> None:
         client = servers.client()
         assert call(client, *inputs(0)).shape == (0, D)
         assert servers.experts[0].num_batches == 0
+
+
+def test_each_dispatch_wakes_servers_that_are_threads_of_this_process() -> None:
+    rung_by: list[str] = []
+
+    class Bell(LoopbackTransport):
+        @override
+        def ring(self) -> None:
+            rung_by.append(threading.current_thread().name)
+            super().ring()
+
+    with world(*HALVES, transport=Bell()) as servers:
+        client = servers.client()
+        me = threading.current_thread().name
+        before = rung_by.count(me)
+        for _ in range(3):
+            assert torch.equal(call(client, *inputs()), moe_sum(*inputs()))
+        assert rung_by.count(me) == before + 3
 
 
 def test_each_micro_batch_has_one_dispatch_under_way_and_they_end_in_any_order() -> None:
@@ -364,7 +384,7 @@ def test_a_second_dispatch_in_a_micro_batch_is_refused_and_so_is_a_micro_batch_t
 def test_what_cannot_be_captured_says_so(served: World, monkeypatch: pytest.MonkeyPatch) -> None:
     [client] = served.clients
     call(client, *inputs())
-    monkeypatch.setattr(device_client, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(device_client_book, "_is_capturing", lambda device: True)
     with pytest.raises(
         ConfigError, match=r"layer 0: an eager dispatch waits for the device, which no capture"
     ):

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.device_served import SPEC, T, server_of, slab
 from tests.served import LAYERS, D, E, K, batch, oracle, pool
+from tests.served_slabs import SPEC, T, server_of, slab
 from tests.test_server_pairs import FIELD_BITS, IDS
 from torch_eaas.client import Client
 from torch_eaas.comm.loopback import LoopbackTransport
