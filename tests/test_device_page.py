@@ -111,15 +111,9 @@ def launched() -> tuple[list[str], list[str]]:
     return client.names, server.names
 
 
-def test_the_clients_nodes_are_the_pages_with_a_gate_before_each_stage(
-    launched: tuple[list[str], list[str]],
-) -> None:
+def test_the_clients_nodes_are_the_pages(launched: tuple[list[str], list[str]]) -> None:
     nodes = nodes_of("The client's nodes")
-    gated = nodes[nodes.index("close_gate") + 1 :]
-    wanted = nodes[: nodes.index("close_gate")]
-    for node in gated:
-        wanted += ["close_gate", STAGES.get(node, node)]
-    assert launched[0] == wanted
+    assert launched[0] == [STAGES.get(node, node) for node in nodes]
 
 
 def test_the_servers_nodes_are_the_pages(launched: tuple[list[str], list[str]]) -> None:
@@ -130,5 +124,5 @@ def test_every_node_is_in_the_picture() -> None:
     picture = PAGE.split("```")[1]
     shown = set(re.findall(r"\w+", picture))
     nodes = nodes_of("The client's nodes") + nodes_of("The server's nodes")
-    told = {"close_gate": "gate", "grouped_gemm": "GEMM", "swiglu": "SwiGLU", "read_clock": "us"}
+    told = {"grouped_gemm": "GEMM", "swiglu": "SwiGLU", "read_clock": "us"}
     assert not [node for node in nodes if told.get(node, node) not in shown]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops import combine_rows, pack
-from torch_eaas.ops.gate import close_gate
 from torch_eaas.testing import forbid_syncs
 
 X = torch.tensor([3.0, 0.0, 2.0])
@@ -156,14 +155,11 @@ def test_an_op_of_ours_is_one_call_whatever_its_twin_reads() -> None:
     weights_TK = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
     layers, num_tokens = torch.zeros(1, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     groups_LE = torch.tensor([[0, 1]], dtype=torch.int32)
-    abort, gate = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     with forbid_syncs():
-        close_gate(abort, gate)
-        torch.ops.torch_eaas.close_gate(abort, gate)
         _, places_STK, _ = pack(ids_TK[None], layers, num_tokens, groups_LE, 2)
+        torch.ops.torch_eaas.pack(ids_TK[None], layers, num_tokens, groups_LE, 2)
         rows_RD = torch.ones(4, 3)
         out_TD = combine_rows(rows_RD, places_STK.view(-1, 2), weights_TK, num_tokens_S=num_tokens)
-    assert gate.tolist() == [1]
     assert out_TD.tolist() == [[1.0] * 3] * 2
 
 

@@ -19,7 +19,6 @@ from torch_eaas.device_client_words import Failure, LaneWords, StepWords
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.add_replies import add_replies
 from torch_eaas.ops.choose_replicas import choose_replicas
-from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.launching import FLOATS
 from torch_eaas.ops.pair_table import ClientTables
 from torch_eaas.ops.read_text import read_text
@@ -182,10 +181,13 @@ class DeviceStages:
             layer=layer,
         )
         tables = self._client_tables[call.micro_batch]
-        waits = (tables, call.shares.counts_P, lane.gate, lane.abort, lane.outcomes_PO)
-        close_gate(lane.abort, lane.gate)
-        wait_free(*waits, layer=layer, timeout_us=self._wait_us, looks=LOOKS)
-        close_gate(lane.abort, lane.gate)
+        wait_free(
+            *(tables, call.shares.counts_P, lane.gate, lane.arrivals_P, lane.abort),
+            lane.outcomes_PO,
+            layer=layer,
+            timeout_us=self._wait_us,
+            looks=LOOKS,
+        )
         write_requests(
             *(tables, call.shares, call.x_TD, lane.gate, lane.arrivals_P),
             layer=layer,
@@ -200,15 +202,13 @@ class DeviceStages:
         """Wait for the answers."""
         lane = call.lane
         assert call.shares is not None
-        close_gate(lane.abort, lane.gate)
         wait_replies(
             *(self._client_tables[call.micro_batch], call.shares.counts_P),
-            *(lane.gate, lane.abort, lane.outcomes_PO),
+            *(lane.gate, lane.arrivals_P, lane.abort, lane.outcomes_PO),
             layer=call.layer,
             timeout_us=self._wait_us,
             looks=LOOKS,
         )
-        close_gate(lane.abort, lane.gate)
 
     def add(self, call: DeviceCall, add_TD: Tensor | None) -> Tensor:
         """Return the sum of the answers and ``add_TD``, ``(T, D)`` in the caller's dtype."""

@@ -92,7 +92,7 @@ class DeviceIteration:
         self.counters_C = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
         self.now = _zeros(device, torch.int64)
         """The device's clock in us, as the iteration began."""
-        self._started, self._ended = torch.zeros_like(self.now), torch.zeros_like(self.now)
+        self._ended = torch.zeros_like(self.now)
         self._texts_XB = refusal_texts(device)
         self._arrivals_R = torch.zeros(sizes.max_requests, dtype=torch.int32, device=device)
         self._x_RTD = torch.zeros(
@@ -112,7 +112,7 @@ class DeviceIteration:
         """Enqueue one iteration on the current stream."""
         sizes, spec = self._sizes, self._sizes.spec
         read_clock(self.now)
-        ready_R, tokens_R, _ = scan_slots(
+        ready_R, tokens_R, _, started = scan_slots(
             self.tables,
             self.now,
             sizes.max_requests,
@@ -121,11 +121,10 @@ class DeviceIteration:
             wait_us=sizes.wait_us,
             looks=_ENOUGH_LOOKS if self.now.is_cuda else 1,
         )
-        read_clock(self._started)
         requests = read_requests(
             self.tables,
             ready_R,
-            self._started,
+            started,
             self.draining.device,
             self._slab.table,
             max_tokens=spec.max_tokens,
@@ -133,24 +132,20 @@ class DeviceIteration:
             tokens_R=tokens_R,
         )
         rows_ND = self._compute(ready_R, requests)
-        read_clock(self._ended)
         write_replies(
             self.tables,
             Answers(ready_R, requests.statuses_R, requests.num_tokens_R, rows_ND),
             self._texts_XB,
             self._arrivals_R,
-            started=self._started,
-            now=self._ended,
+            started=started,
             version=self.version.device,
             rows_per_token=spec.rows_per_token,
             blocks=sizes.copiers,
         )
+        # nobody waits for what follows
+        read_clock(self._ended)
         count_answers(
-            self.counters_C,
-            requests.statuses_R,
-            requests.num_tokens_R,
-            self._started,
-            self._ended,
+            *(self.counters_C, requests.statuses_R, requests.num_tokens_R, started, self._ended)
         )
 
     def _compute(self, ready_R: Tensor, requests: Requests) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.ops.windowed import address_of
 from torch_eaas.ops import combine_rows, dequantize_rows, pack, quantize_rows
-from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.pair_table import ClientTables, ServerTables, pair_row
 from torch_eaas.ops.read_hidden import read_hidden
 from torch_eaas.ops.read_requests import read_requests
@@ -89,8 +88,8 @@ class DeviceClient:
 
     def begin(self) -> None:
         """Begin a step, as a graph's first node does."""
-        self.abort.zero_()
-        self.outcomes_PO.zero_()
+        for word in (self.abort, self._gate, self.outcomes_PO):
+            word.zero_()
 
     def send(
         self, layer: int, x: Tensor, parts: Mapping[int, Part], *, budget_us: int, looks: int = 100
@@ -115,11 +114,11 @@ class DeviceClient:
         x_wire, scales_Nd = x.to(DTYPES[spec.wire_dtype]), None
         if spec.wire_dtype == "fp8":
             x_wire, scales_Nd = quantize_rows(x)
-        close_gate(self.abort, self._gate)
         wait_free(
             self.tables,
             shares.counts_P,
             self._gate,
+            self._arrivals_P,
             self.abort,
             self.outcomes_PO,
             layer=layer,
@@ -127,7 +126,6 @@ class DeviceClient:
             looks=looks,
         )
         self._layer = layer
-        close_gate(self.abort, self._gate)
         write_requests(
             self.tables,
             shares,
@@ -146,11 +144,11 @@ class DeviceClient:
 
     def wait(self, counts_P: Tensor, looks: int) -> tuple[list[int], Tensor]:
         """Wait for the answers; return what became of each in this layer, and the headers."""
-        close_gate(self.abort, self._gate)
         wait_replies(
             self.tables,
             counts_P,
             self._gate,
+            self._arrivals_P,
             self.abort,
             self.outcomes_PO,
             layer=self._layer,
@@ -208,7 +206,7 @@ class DeviceServer:
         """
         spec = self.spec
         started = torch.tensor([clock()])
-        ready_R, tokens_R, num_ready = scan_slots(self.tables, started, R)
+        ready_R, tokens_R, num_ready, _ = scan_slots(self.tables, started, R)
         requests = read_requests(
             self.tables,
             ready_R,

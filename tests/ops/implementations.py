@@ -17,7 +17,6 @@ from torch_eaas.ops import (
     casting,
     choose_replicas,
     combining,
-    gate,
     gemm,
     packing,
     put_slots,
@@ -37,7 +36,6 @@ MODULES: tuple[ModuleType, ...] = (
     add_replies,
     answer_counts,
     choose_replicas,
-    gate,
     put_slots,
     read_hidden,
     read_requests,
@@ -61,7 +59,7 @@ ARITHMETIC: tuple[ModuleType, ...] = (
 
 def use_kernels(patch: pytest.MonkeyPatch) -> None:
     """Let every op of the device path run its kernel, on CPU tensors."""
-    if isinstance(gate._gate_kernel, triton.JITFunction):
+    if isinstance(signal._wait_kernel, triton.JITFunction):
         pytest.skip("kernels run on CPU tensors with TRITON_INTERPRET=1 only")
     for module in MODULES:
         patch.setattr(module, "_op", module.launch)

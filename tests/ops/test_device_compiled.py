@@ -15,7 +15,6 @@ from torch_eaas.ops import (
     casting,
     choose_replicas,
     clock,
-    gate,
     read_hidden,
     read_requests,
     read_text,
@@ -42,7 +41,8 @@ def launch_wait(*, for_free: bool) -> object:
     t = ClientTables.empty(P, S)
     counts_P = zeros(P, dtype=torch.int32)
     return signal.launch(
-        *(t.pairs_PC, t.slots_P, t.words_PS, counts_P, zeros(1), zeros(1)),
+        *(t.pairs_PC, t.slots_P, t.words_PS, counts_P, zeros(1)),
+        *(zeros(P, dtype=torch.int32), zeros(1)),
         *(zeros(P, len(Outcome)), 3, 20_000, 10**9, for_free),
     )
 
@@ -103,7 +103,8 @@ def launch_write_replies(dtype: torch.dtype, rows_per_token: int) -> object:
     rows_ND, statuses_R = zeros(R * T, D, dtype=dtype), zeros(R, dtype=torch.int32)
     ready_R = zeros(R, dtype=torch.int32)
     answers = (ready_R, statuses_R, zeros(R, dtype=torch.int32), rows_ND)
-    times = (zeros(1), zeros(1), zeros(1))
+    # the device's own clock, as a server's iteration has it
+    times = (zeros(1), None, zeros(1))
     arrivals_R = zeros(R, dtype=torch.int32)
     return write_replies.launch(
         t.pairs_PC, t.book_3PS, *answers, refusal_texts(), arrivals_R, *times, rows_per_token, 4
@@ -129,7 +130,6 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "read a text": lambda: read_text.launch(
         ClientTables.empty(P, S).pairs_PC, ClientTables.empty(P, S).slots_P, 2, 60
     ),
-    "close a gate": lambda: gate.launch(zeros(1), zeros(1)),
     "read the clock": lambda: clock.launch(zeros(1)),
     "scan": launch_scan,
     "count answers": lambda: answer_counts.launch(
@@ -194,9 +194,12 @@ def test_a_wait_polls_with_a_plain_load_that_acquires_at_system_scope(
     kernel = kernel_of(launch, capability)
     [poll] = places(kernel, ACQUIRE)
     # the abort word is this GPU's own; no read-modify-write touches a peer's word
-    [abort] = places(kernel, r"ld\.global\.gpu\.acquire\.b64")
-    [give_up] = places(kernel, r"\batom\.")
+    abort, closing = places(kernel, r"ld\.global\.gpu\.acquire\.b64")
+    give_up, arrival = places(kernel, r"\batom\.")
     assert kernel.count(r"atom\.global\.release\.gpu\.cas\.b64") == 1
+    # the last block to arrive sees the abort word as all of them left it
+    assert places(kernel, ARRIVAL) == [arrival]
+    assert arrival < closing
     # once for the start, once a look
     start, look = places(kernel, "%globaltimer")
     assert start < poll < abort < look < give_up
@@ -236,9 +239,9 @@ def test_a_scan_only_loads_what_clients_write_and_its_threads_agree_when_to_go_o
     assert kernel.count(r"\batom\.") == 0
     # each look, all words once more, and the headers' counts
     look, words, counts = places(kernel, VOLATILE)
-    # once for the start, once a look
-    start, time = places(kernel, "%globaltimer")
-    assert start < look < time < words < counts
+    # once for the start, once a look, once for the end
+    start, time, end = places(kernel, "%globaltimer")
+    assert start < look < time < words < counts < end
     # one thread stores whether to look again, and all load it behind a barrier
     [decision] = [at for at in places(kernel, r"\bst\.global\.b32") if time < at < words]
     [agreed] = [at for at in places(kernel, r"\bld\.global\.b32") if decision < at < words]

@@ -16,7 +16,6 @@ from torch_eaas.ops import (
     casting,
     choose_replicas,
     clock,
-    gate,
     read_hidden,
     read_requests,
     read_text,
@@ -55,7 +54,6 @@ def shares() -> tuple[torch.Tensor, ...]:
 
 # an op's name, and what else is special about the case
 CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
-    "close_gate": (gate, lambda: (numbers(1), numbers(0))),
     "choose_replicas": (
         choose_replicas,
         lambda: (
@@ -94,6 +92,7 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
             *client(),
             numbers(1, 0, dtype=int32),
             numbers(0),
+            numbers(0, 0, dtype=int32),
             numbers(0),
             torch.full((2, len(Outcome)), -77),
             5,

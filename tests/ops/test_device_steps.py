@@ -14,7 +14,6 @@ from torch import Tensor
 from tests.ops.device_ends import DeviceServer, Windows
 from tests.ops.windowed import Pair, client_of, numbers
 from torch_eaas.ops.add_replies import add_replies
-from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.reference_client import Outcome
 from torch_eaas.ops.share_tokens import share_tokens
 from torch_eaas.ops.signal import Waited, wait_free, wait_replies
@@ -63,8 +62,8 @@ class Step:
 
     def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Run every launch, whatever becomes of it; what counts is the abort word at the end."""
-        self.abort.zero_()
-        self.outcomes_PO.zero_()
+        for word in (self.abort, self._gate, self.outcomes_PO):
+            word.zero_()
         self.outcomes = []
         for layer in range(self.num_layers):
             self.kept[layer] = x_TD
@@ -77,10 +76,8 @@ class Step:
         shares, places_PT = share_tokens(
             ids_TK, weights_TK, pairs_E, abort, num_pairs=2, layer=layer
         )
-        waits = (tables, shares.counts_P, gate, abort, self.outcomes_PO)
-        close_gate(abort, gate)
+        waits = (tables, shares.counts_P, gate, self._arrivals_P, abort, self.outcomes_PO)
         wait_free(*waits, layer=layer, timeout_us=LONG_US, looks=LOOKS)
-        close_gate(abort, gate)
         write_requests(
             tables,
             shares,
@@ -92,10 +89,8 @@ class Step:
             budget_us=LONG_US,
         )
         self._cluster.serve()
-        close_gate(abort, gate)
         wait_replies(*waits, layer=layer, timeout_us=LONG_US, looks=LOOKS)
         self.outcomes.append(self.outcomes_PO[:, :2].tolist())
-        close_gate(abort, gate)
         return add_replies(tables, places_PT, gate, x_TD, reply_dtype=torch.float32)
 
 

@@ -87,6 +87,7 @@ def wait_words_ref(
     words_PS: Tensor,
     counts_P: Tensor,
     gate: Tensor,
+    arrivals_P: Tensor,
     abort: Tensor,
     outcomes_PO: Tensor,
     layer: int,
@@ -127,17 +128,13 @@ def wait_words_ref(
         if waited != Waited.ARRIVED:
             set_abort_ref(abort, WAIT_FAILED)
         outcomes_PO[p] = torch.tensor([waited, layer, *header])
+    gate.copy_(abort)
 
 
 def set_abort_ref(abort: Tensor, word: int) -> None:
     """Set the step's abort word unless another failure of the step has."""
     if not abort.item():
         abort.fill_(word)
-
-
-def close_gate_ref(abort: Tensor, gate: Tensor) -> None:
-    """Define ``gate.close_gate``."""
-    gate.copy_(abort)
 
 
 def write_requests_ref(

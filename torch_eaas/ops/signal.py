@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_eaas.config import check_at_least
 from torch_eaas.ops.clock import clock_ns
-from torch_eaas.ops.gate import set_abort
+from torch_eaas.ops.gate import close_gate, set_abort
 from torch_eaas.ops.launching import check_tensor, define_op, on_device
 from torch_eaas.ops.pair_table import ClientTables
 from torch_eaas.ops.reference_client import WAIT_FAILED, Outcome, Waited, wait_words_ref
@@ -66,6 +66,7 @@ def wait_replies(
     tables: ClientTables,
     counts_P: Tensor,
     gate: Tensor,
+    arrivals_P: Tensor,
     abort: Tensor,
     outcomes_PO: Tensor,
     *,
@@ -80,7 +81,9 @@ def wait_replies(
     Args:
         tables: The client's pairs; the answer expected is that to the slot's last request word.
         counts_P: Tokens that each pair was sent, ``(P,)`` int32; nobody waits where it is 0.
-        gate: The stage's gate, ``(1,)`` int64; if it is not 0, nobody waits.
+        gate: The micro-batch's gate, ``(1,)`` int64; if it is not 0, nobody waits. Once all waits
+            have ended, it is what the abort word is: so the stages behind this one may run, or not.
+        arrivals_P: Counters, int32, 0 before and after; one is used.
         abort: The step's abort word, ``(1,)`` int64.
         outcomes_PO: What became of each pair's last wait, ``(P, O)`` int64 in the order of
             ``Outcome``. The rows of pairs that nobody waits for stay as they are: after a step that
@@ -93,13 +96,14 @@ def wait_replies(
         Of four pairs one was not asked, one answers and two are silent; the first column was 0 and
         becomes ``[0, 1, 2, 3]``.
     """
-    _wait(tables, counts_P, gate, abort, outcomes_PO, layer, timeout_us, looks, False)
+    _wait(tables, counts_P, gate, arrivals_P, abort, outcomes_PO, layer, timeout_us, looks, False)
 
 
 def wait_free(
     tables: ClientTables,
     counts_P: Tensor,
     gate: Tensor,
+    arrivals_P: Tensor,
     abort: Tensor,
     outcomes_PO: Tensor,
     *,
@@ -112,13 +116,14 @@ def wait_free(
     A slot is not free while the answer to a request that was given up has not come. Outcomes are
     written where a wait failed.
     """
-    _wait(tables, counts_P, gate, abort, outcomes_PO, layer, timeout_us, looks, True)
+    _wait(tables, counts_P, gate, arrivals_P, abort, outcomes_PO, layer, timeout_us, looks, True)
 
 
 def _wait(
     tables: ClientTables,
     counts_P: Tensor,
     gate: Tensor,
+    arrivals_P: Tensor,
     abort: Tensor,
     outcomes_PO: Tensor,
     layer: int,
@@ -127,6 +132,7 @@ def _wait(
     for_free: bool,
 ) -> None:
     check_tensor("counts_P", counts_P, (torch.int32,), 1)
+    check_tensor("arrivals_P", arrivals_P, (torch.int32,), 1)
     check_tensor("outcomes_PO", outcomes_PO, (torch.int64,), 2)
     check_at_least("timeout_us", timeout_us, 1)
     check_at_least("looks", looks, 1)
@@ -136,6 +142,7 @@ def _wait(
         tables.words_PS,
         counts_P,
         gate,
+        arrivals_P,
         abort,
         outcomes_PO,
         layer,
@@ -151,6 +158,7 @@ def launch(
     words_PS: Tensor,
     counts_P: Tensor,
     gate: Tensor,
+    arrivals_P: Tensor,
     abort: Tensor,
     outcomes_PO: Tensor,
     layer: int,
@@ -166,6 +174,7 @@ def launch(
             words_PS,
             counts_P,
             gate,
+            arrivals_P,
             abort,
             outcomes_PO,
             words_PS.shape[1],
@@ -221,6 +230,7 @@ def _wait_kernel(
     words_PS: tl.tensor,
     counts_P: tl.tensor,
     gate: tl.tensor,
+    arrivals_P: tl.tensor,
     abort: tl.tensor,
     outcomes_PO: tl.tensor,
     num_slots: tl.tensor,
@@ -259,12 +269,13 @@ def _wait_kernel(
             tl.store(outcome_O + _LAYER, layer)
         if waited != _ARRIVED:
             set_abort(abort, tl.full((), _FAILED, tl.int64))
+    close_gate(abort, gate, arrivals_P)
 
 
 _op = define_op(
-    "wait_words(Tensor pairs_PC, Tensor slots_P, Tensor words_PS, Tensor counts_P, Tensor gate, "
-    "Tensor(a!) abort, Tensor(b!) outcomes_PO, int layer, int timeout_us, int looks, "
-    "bool for_free) -> ()",
+    "wait_words(Tensor pairs_PC, Tensor slots_P, Tensor words_PS, Tensor counts_P, "
+    "Tensor(a!) gate, Tensor(b!) arrivals_P, Tensor(c!) abort, Tensor(d!) outcomes_PO, "
+    "int layer, int timeout_us, int looks, bool for_free) -> ()",
     kernel=launch,
     twin=wait_words_ref,
     fake=lambda *_: None,
