@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -49,6 +50,15 @@ def test_any_fault_under_overlap_costs_no_answer(kind: FaultKind) -> None:
         assert len(plan.fired) == 1
 
 
+@pytest.fixture
+def may_be_interrupted() -> Iterator[None]:
+    """Give SIGINT its usual meaning, also where a shell's ``&`` makes its children ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("may_be_interrupted")
 def test_ctrl_c_while_all_wait_ends_the_run_at_once() -> None:
     with cluster_and_client(hedge_after=NEVER) as (cluster, client):
         plan = threading.Event()
