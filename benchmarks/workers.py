@@ -27,7 +27,7 @@ class Worker:
 
     def __init__(self, target: Target, args: Sequence[Any], *, cores: Sequence[int]) -> None:
         context = multiprocessing.get_context("forkserver")
-        # one process imports torch, and forks all others; it computes nothing
+        # one process imports torch and forks all others; it computes nothing
         context.set_forkserver_preload(["torch"])
         self.pipe, child = context.Pipe()
         self._process = context.Process(
