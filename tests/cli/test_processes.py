@@ -39,13 +39,6 @@ def generate(url: str, prompt: str, tokens: int, *more: str) -> Launched:
     return eaas("generate", str(SHAKESPEARE), *where, *options, *more)
 
 
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the command line run in this process, which has imported what it needs."""
-    monkeypatch.setattr(cli, "_log_to_stderr", lambda level: None)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     """Two clients, then three servers with two holders of each expert, then a monitor."""

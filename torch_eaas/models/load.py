@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +112,8 @@ def load_local(
         return _finish(model, checkpoint, tensors)
 
 
-def _transformers() -> ModuleType:
+def _transformers() -> Any:
+    """Return the module, whose types are not checked."""
     try:
         import transformers
     except ImportError as error:
