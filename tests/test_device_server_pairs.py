@@ -15,6 +15,7 @@ from torch_eaas.device_server_iteration import DeviceIteration, IterationSizes
 from torch_eaas.device_server_pairs import DevicePair, PairRows
 from torch_eaas.device_stream import DeviceStream, Mark
 from torch_eaas.ops.pair_table import Column, ServerTables
+from torch_eaas.ops.put_table import PutColumn
 
 
 class PlannedMark(Mark):
@@ -61,7 +62,7 @@ def instances(tables: ServerTables) -> list[int]:
 
 def test_rows_are_taken_given_back_and_taken_again_with_a_fresh_book() -> None:
     tables = ServerTables.empty(2, SPEC.slots)
-    rows = PairRows(tables, PlannedStream())
+    rows = PairRows(tables, torch.zeros(2, len(PutColumn), dtype=torch.int64), PlannedStream())
     first, second, third = pair(1), pair(2), pair(3)
     rows.apply((first, second))
     assert instances(tables) == [1, 2]
@@ -78,7 +79,7 @@ def test_rows_are_taken_given_back_and_taken_again_with_a_fresh_book() -> None:
 
 def test_a_window_stays_mapped_until_the_iterations_that_may_write_into_it_have_ended() -> None:
     tables, stream = ServerTables.empty(2, SPEC.slots), PlannedStream()
-    rows = PairRows(tables, stream)
+    rows = PairRows(tables, torch.zeros(2, len(PutColumn), dtype=torch.int64), stream)
     gone = pair(1)
     mapped = weakref.ref(gone.replies.owner)
     rows.apply((gone,))

@@ -134,7 +134,7 @@ class Connections(Generic[C]):
         for server in self.placement.servers:
             pair = self._pairs.setdefault(server.instance, ClientPair())
             live = self.live.get(server.name)
-            if live is None and pair.may_open(now):
+            if live is None and pair.may_open(now) and not self.left.holds_up(server.instance):
                 self._tasks.run(in_threads, server.instance, partial(self._open, server, pair))
             elif live is not None and self._is_stuck(live, now):
                 self._tasks.run(in_threads, server.instance, partial(self._retire, live))

@@ -102,7 +102,7 @@ class DeviceClient:
             max_servers=max_servers,
             max_replicas=max_replicas,
         )
-        self._stages = DeviceStages(config, self._tables, self.device, transport.ring)
+        self._stages = DeviceStages(config, self._tables, self.device, transport)
         self._failover = DeviceFailover(
             Parts(config, self._connections, self._tables, self._counters, clock, self._stages.text)
         )

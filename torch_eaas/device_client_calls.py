@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from torch_eaas.client_turns import Turn
+from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
 from torch_eaas.device_client_tables import DeviceTables
 from torch_eaas.device_client_words import Failure, LaneWords, StepWords
+from torch_eaas.device_puts import Puts
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.add_replies import add_replies
 from torch_eaas.ops.choose_replicas import choose_replicas
@@ -139,7 +141,7 @@ class DeviceStages:
         config: The client's options.
         tables: What the kernels know.
         device: Where they run.
-        ring: Wakes servers that are threads of this process; see ``Transport.ring``.
+        transport: How servers are reached.
     """
 
     def __init__(
@@ -147,10 +149,12 @@ class DeviceStages:
         config: ClientConfig,
         tables: DeviceTables,
         device: torch.device,
-        ring: Callable[[], None],
+        transport: Transport,
     ) -> None:
         self._tables = tables
-        self._ring = ring
+        # wakes servers that are threads of this process
+        self._ring = transport.ring
+        self._puts = Puts(transport, device)
         self._is_exact = config.combine == "exact"
         self._reply_dtype = TORCH_DTYPES[config.reply_dtype]
         self._wait_us = max(1, int(config.graph_wait.total_seconds() * 1e6))
@@ -196,6 +200,7 @@ class DeviceStages:
             blocks=min(len(call.x_TD), MAX_BLOCKS if call.x_TD.is_cuda else 2),
             scales_Nd=call.scales_Td,
         )
+        self._puts.send_requests(tables, self._tables.puts_PQ, call.shares.counts_P, lane.gate)
         self._ring()
 
     def wait(self, call: DeviceCall) -> None:

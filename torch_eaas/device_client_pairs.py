@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing_extensions import override
 
+from torch_eaas.comm.nvshmem_transport import PeersWindow, pair_up
 from torch_eaas.comm.transport import Link
 from torch_eaas.comm.window import Window
 from torch_eaas.open_pair import OpenPair
 from torch_eaas.ops.pair_table import pair_row
+from torch_eaas.ops.put_table import NO_PUT, request_put_row
 from torch_eaas.placement import ServerInfo
 from torch_eaas.protocol.layout import PairSpec
 from torch_eaas.protocol.pairs import ClientPair
@@ -36,6 +38,12 @@ class DeviceConnection(OpenPair):
         replies: Window,
     ) -> None:
         super().__init__(server, link, spec, pair=pair, instance=instance, epoch=epoch)
+        far = pair_up(replies, requests)
+        self.put_row = NO_PUT
+        """What the table of puts says of it."""
+        if far is not None:
+            self.put_row = request_put_row(spec, window=far.window, pe=far.pe)
+        self.is_bound = isinstance(requests, PeersWindow)
         self._requests, self._replies = requests.memory, replies.memory
         self.is_seated = False
         """Whether kernels may be using it: it has a row in the tables."""

@@ -20,6 +20,7 @@ from torch_eaas.device_client_pairs import DeviceConnection
 from torch_eaas.device_client_staging import Staged
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import FREE_ROW, Column
+from torch_eaas.ops.put_table import NO_PUT, PutColumn
 from torch_eaas.routing import LayerRoutes
 
 logger = logging.getLogger(__name__)
@@ -63,9 +64,12 @@ class DeviceTables:
         self._max_replicas = max_replicas
         int64 = torch.int64
         self._pairs = Staged(self._full((max_servers, len(Column)), 0, int64))
+        self._puts = Staged(self._full((max_servers, len(PutColumn)), 0, int64))
         self._version = Staged(self._full((1,), 0, int64))
         self.pairs_PC = self._pairs.on_device
         """The table of pairs."""
+        self.puts_PQ = self._puts.on_device
+        """The table of puts."""
         self.version = self._version.on_device
         """The newest placement's version, ``(1,)`` int64."""
         self.words_PS = self._full((max_servers, config.slots), 0, int64)
@@ -166,6 +170,8 @@ class DeviceTables:
             self._seats = seats
             rows = [FREE_ROW if conn is None else conn.row for conn in seats]
             self._pairs.write(torch.tensor(rows, device="cpu"))
+            puts = [NO_PUT if conn is None else conn.put_row for conn in seats]
+            self._puts.write(torch.tensor(puts, device="cpu"))
         self._see_off(left)
         if unseated > self._unseated:
             logger.warning(

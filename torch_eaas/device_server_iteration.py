@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_eaas.config import check_at_least
+from torch_eaas.device_puts import Puts
 from torch_eaas.device_stream import Mirror
 from torch_eaas.expert_slab import ExpertSlab
 from torch_eaas.ops.answer_counts import NUM_COUNTERS, count_answers
@@ -24,6 +25,7 @@ from torch_eaas.ops.combining import combine_rows
 from torch_eaas.ops.gemm_config import choose_block_rows
 from torch_eaas.ops.packing import pack
 from torch_eaas.ops.pair_table import ServerTables
+from torch_eaas.ops.put_table import NO_PUT
 from torch_eaas.ops.read_hidden import read_hidden
 from torch_eaas.ops.read_requests import Requests, read_requests
 from torch_eaas.ops.slot_scan import check_scanned, scan_slots
@@ -78,13 +80,18 @@ class DeviceIteration:
     Args:
         slab: The experts.
         sizes: What is captured.
+        puts: The stage that sends what was staged, where stores do not reach clients.
     """
 
-    def __init__(self, slab: ExpertSlab, sizes: IterationSizes) -> None:
+    def __init__(self, slab: ExpertSlab, sizes: IterationSizes, puts: Puts | None = None) -> None:
         spec, device = sizes.spec, slab.device
         self._slab = slab
         self._sizes = sizes
         self.tables = ServerTables.empty(sizes.max_pairs, spec.slots, device)
+        self.puts_PQ = torch.tensor([NO_PUT] * sizes.max_pairs, device=device)
+        """The table of puts."""
+        self._puts = puts
+        self._open_gate = _zeros(device, torch.int64)
         self.version = Mirror(_zeros(device, torch.int64), slab.stream)
         """The newest placement that the server knows."""
         self.draining = Mirror(_zeros(device, torch.int32), slab.stream)
@@ -142,6 +149,10 @@ class DeviceIteration:
             rows_per_token=spec.rows_per_token,
             blocks=sizes.copiers,
         )
+        if self._puts is not None:
+            self._puts.send_replies(
+                self.tables, self.puts_PQ, requests.statuses_R, ready_R, self._open_gate
+            )
         # nobody waits for what follows
         read_clock(self._ended)
         count_answers(

@@ -29,6 +29,14 @@ class LeftWindows:
         with self._lock:
             self._pairs.append(pair)
 
+    def holds_up(self, instance: int) -> bool:
+        """Return whether a server's next pair must wait until its memory is not in use here."""
+        with self._lock:
+            return any(
+                pair.is_bound and pair.num_in_use > 0 and pair.server.instance == instance
+                for pair in self._pairs
+            )
+
     def forget_harmless(self) -> list[Link]:
         """Let go of the windows that nobody writes any more; return their links, to be closed."""
         with self._lock:

@@ -26,6 +26,9 @@ class OpenPair(ABC):
     """Whether the windows' memory must stay until the server has confirmed that it has left them:
     where it maps memory that this process would free."""
 
+    is_bound = False
+    """Whether the next pair to this server gets the same memory: it opens when nobody uses it."""
+
     def __init__(
         self,
         server: ServerInfo,
