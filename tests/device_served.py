@@ -30,7 +30,7 @@ T, D, K, E = 3, 8, 2, 4
 PATIENT = timedelta(seconds=5)
 """A wait that only a dead or held server outlasts, however busy the machine is."""
 
-BRIEF = timedelta(milliseconds=300)
+BRIEF = timedelta(milliseconds=500)
 """A wait that a test means to fail."""
 
 

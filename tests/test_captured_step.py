@@ -98,7 +98,9 @@ def dying() -> Iterator[str]:
 def test_a_server_process_that_is_killed_at_layer_3_costs_one_wait_and_no_bit(dying: str) -> None:
     layers = [LAYERS[i % 2] for i in range(60)]
     # its sums are not exact, so the mode has to be
-    config = device_config(combine="exact", max_tokens=SPEC.max_tokens, graph_wait=BRIEF)
+    config = device_config(
+        combine="exact", max_tokens=SPEC.max_tokens, graph_wait=timedelta(seconds=1)
+    )
     experts = ScalingExperts(lambda: None)
     transport = SharedMemoryTransport()
     with (
@@ -119,8 +121,8 @@ def test_a_server_process_that_is_killed_at_layer_3_costs_one_wait_and_no_bit(dy
         assert torch.equal(stub.kept_LTD, kept_LTD)
         counters = client.counters()
         assert (counters["failed_steps"], counters["timeouts"]) == (1, 1)
-        # sixty waits would take nine seconds
-        assert time.monotonic() - started < 60 * BRIEF.total_seconds()
+        # sixty waits would take a minute
+        assert time.monotonic() - started < 30
 
 
 def test_placement_servers_and_tokens_change_under_one_captured_step() -> None:
