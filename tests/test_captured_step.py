@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from tests.device_served import (
@@ -23,12 +24,12 @@ from tests.ops.host_end import SPEC
 from tests.ops.implementations import use_kernels
 from tests.ops.processes import host_end, needs_x86, told
 from tests.protocol.record_traces import LAYERS, ScalingExperts
-from torch_eaas import device_client_calls
 from torch_eaas.captured_step import CapturedStep, check_repeatable
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.config import ServerConfig
 from torch_eaas.device_client import DeviceClient
 from torch_eaas.errors import ConfigError, ExpertUnavailable, PeerTimeout, RequestRefused
+from torch_eaas.ops import signal
 from torch_eaas.server import ExpertServer
 
 pytestmark = needs_x86
@@ -46,8 +47,12 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     if request.param == "twins":
         return 60, 3
     use_kernels(monkeypatch)
-    # a kernel's wait has no clock in the interpreter, where a look takes milliseconds
-    monkeypatch.setattr(device_client_calls, "LOOKS", 60)
+
+    def clock_ns(has_timer: bool) -> tl.tensor:
+        # the interpreter has no timer, and a count of looks is no time
+        return tl.full((), time.monotonic_ns(), tl.int64)
+
+    monkeypatch.setattr(signal, "clock_ns", clock_ns)
     return 3, 1
 
 

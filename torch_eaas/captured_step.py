@@ -51,7 +51,9 @@ class CapturedStep(Generic[R]):
         self._captured = Captured(self._work, device=client.device, warmups=0)
 
     def run(self) -> R:
-        """Run the step until it has ended well; return what ``fn`` returned, on the device.
+        """Run the step until it has ended well; return what ``fn`` returned.
+
+        On a GPU these are the same tensors each time: the next run overwrites them.
 
         Raises:
             ExpertUnavailable: An expert had no holder for ``recovery_timeout``.
