@@ -17,6 +17,7 @@ from tests.device_served import (
     Stub,
     device_config,
     every_expert,
+    inputs,
     world,
 )
 from tests.monitor.planned import wait_until
@@ -305,6 +306,18 @@ def test_a_step_needs_a_run_before_it_is_captured() -> None:
         client = servers.client()
         with pytest.raises(ConfigError, match=r"warmups must be at least 1, got 0: it makes the"):
             CapturedStep(client, Stub(client, range(1)), warmups=0)
+
+
+def test_a_step_does_not_run_over_dispatches_that_are_under_way() -> None:
+    with world(every_expert(1)) as servers:
+        client = servers.client()
+        stub = Stub(client, range(1))
+        step = CapturedStep(client, stub)
+        ticket = client.dispatch(0, *inputs(), num_experts=E)
+        with pytest.raises(ConfigError, match=r"1 dispatches wait for their combine; a step needs"):
+            step.run()
+        client.combine(ticket)
+        assert_right(stub, step.run())
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,14 @@ class CapturedStep(Generic[R]):
 
     def _until_good(self, launch: Callable[[], object]) -> None:
         client = self.client
+        if client.num_under_way:
+            raise ConfigError(
+                f"{client.num_under_way} dispatches wait for their combine; a step needs their "
+                f"slots: combine them before it runs"
+            )
         patience: Patience | None = None
+        client.refresh()
         while True:
-            client.refresh(patience.avoid if patience is not None else ())
             launch()
             report = client.read_step()
             if report.is_good:
