@@ -260,6 +260,26 @@ def test_a_failover_of_one_micro_batch_leaves_anothers_windows_alone(first: int)
         assert servers.experts[2].num_batches > 0
 
 
+@pytest.mark.parametrize("max_replicas", [1, 2])
+def test_answers_are_added_as_they_were_asked_for_though_the_tables_have_changed(
+    max_replicas: int,
+) -> None:
+    with world(EVERY, EVERY) as servers:
+        client = servers.client(combine="exact", max_replicas=max_replicas)
+        x_TD, ids_TK, weights_TK = inputs()
+        ticket = client.dispatch(0, x_TD, ids_TK, weights_TK, num_experts=E)
+        for experts in servers.experts:
+            wait_until(lambda experts=experts: experts.num_batches == 1)
+        # by the next dispatch everything is the other server's
+        [pair] = servers.servers[1]._control.pairs
+        wait_until(lambda: pair._reply_words[0] == 0x102)
+        servers.servers[1].close()
+        wait_until(lambda: len(client._connections.live) == 1)
+        with client.micro_batch(1):
+            assert torch.equal(call(client, *inputs()), moe_sum(*inputs()))
+        assert torch.equal(client.combine(ticket), moe_sum(x_TD, ids_TK, weights_TK))
+
+
 # -- rows of the table -----------------------------------------------------------------------------
 
 

@@ -190,7 +190,7 @@ class DeviceClient:
             if not len(call.x_TD):
                 return call.x_TD.new_zeros(call.x_TD.shape, dtype=call.dtype)
             self._stages.wait(call)
-            if call.words is self._book.step_words:
+            if call.in_step:
                 return self._stages.add(call, add)
             return self._eager.finish(call, add)
         finally:

@@ -119,6 +119,7 @@ class CallBook:
             weights_TK=weights_TK.detach().float().contiguous(),
             words=words,
             lane=lane,
+            in_step=self._in_step,
             done=done,
         )
         self._calls[index] = call
