@@ -237,6 +237,49 @@ def test_a_request_that_a_server_finds_malformed_is_refused_with_its_text() -> N
             call(client, *inputs())
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["in order", "last first"])
+def test_a_failover_of_one_micro_batch_leaves_anothers_windows_alone(first: int) -> None:
+    with world(EVERY, EVERY, EVERY) as servers:
+        # two rows: the third server takes the row of one that has gone
+        client = servers.client(graph_wait=BRIEF, max_servers=2)
+        x_TD, ids_TK, weights_TK = inputs()
+        call(client, x_TD, ids_TK, weights_TK)
+        servers.experts[1].stop()
+        tickets = []
+        for m in range(2):
+            with client.micro_batch(m):
+                tickets.append(
+                    client.dispatch(0, x_TD * (m + 1), ids_TK, weights_TK, num_experts=E)
+                )
+        for m in (first, 1 - first):
+            expected_TD = moe_sum(x_TD * (m + 1), ids_TK, weights_TK)
+            # while the other one may still look into the hung server's window, its row stays
+            assert servers.experts[2].num_batches == 0
+            assert torch.equal(client.combine(tickets[m]), expected_TD)
+        call(client, x_TD, ids_TK, weights_TK)
+        assert servers.experts[2].num_batches > 0
+
+
+@pytest.mark.parametrize("max_replicas", [1, 2])
+def test_answers_are_added_as_they_were_asked_for_though_the_tables_have_changed(
+    max_replicas: int,
+) -> None:
+    with world(EVERY, EVERY) as servers:
+        client = servers.client(combine="exact", max_replicas=max_replicas)
+        x_TD, ids_TK, weights_TK = inputs()
+        ticket = client.dispatch(0, x_TD, ids_TK, weights_TK, num_experts=E)
+        for experts in servers.experts:
+            wait_until(lambda experts=experts: experts.num_batches == 1)
+        # by the next dispatch everything is the other server's
+        [pair] = servers.servers[1]._control.pairs
+        wait_until(lambda: pair._reply_words[0] == 0x102)
+        servers.servers[1].close()
+        wait_until(lambda: len(client._connections.live) == 1)
+        with client.micro_batch(1):
+            assert torch.equal(call(client, *inputs()), moe_sum(*inputs()))
+        assert torch.equal(client.combine(ticket), moe_sum(x_TD, ids_TK, weights_TK))
+
+
 # -- rows of the table -----------------------------------------------------------------------------
 
 

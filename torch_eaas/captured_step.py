@@ -51,7 +51,9 @@ class CapturedStep(Generic[R]):
         self._captured = Captured(self._work, device=client.device, warmups=0)
 
     def run(self) -> R:
-        """Run the step until it has ended well; return what ``fn`` returned, on the device.
+        """Run the step until it has ended well; return what ``fn`` returned.
+
+        On a GPU these are the same tensors each time: the next run overwrites them.
 
         Raises:
             ExpertUnavailable: An expert had no holder for ``recovery_timeout``.
@@ -70,9 +72,14 @@ class CapturedStep(Generic[R]):
 
     def _until_good(self, launch: Callable[[], object]) -> None:
         client = self.client
+        if client.num_under_way:
+            raise ConfigError(
+                f"{client.num_under_way} dispatches wait for their combine; a step needs their "
+                f"slots: combine them before it runs"
+            )
         patience: Patience | None = None
+        client.refresh()
         while True:
-            client.refresh(patience.avoid if patience is not None else ())
             launch()
             report = client.read_step()
             if report.is_good:

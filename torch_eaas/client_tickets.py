@@ -53,7 +53,8 @@ class Tickets(Generic[C]):
 
     def redeem(self, ticket: Tensor) -> C:
         """Return a ticket's call and use the ticket up; ConfigError if it is used up already."""
-        number = int(ticket)
+        # not by torch's means of reading a device: where those are forbidden, this is none
+        number = int(ticket.numpy()[0])
         call = self._calls.pop(number, None)
         if call is None:
             raise ConfigError(f"ticket {number} is not under way; combine takes each one once")

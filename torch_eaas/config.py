@@ -60,7 +60,8 @@ class ClientConfig:
     """How messages, metrics and the monitor call this client."""
 
     max_tokens: int = 128
-    """Most tokens in one request; a larger batch is split into several requests."""
+    """Most tokens in one request; a larger batch is split into several requests, but on the device
+    path, where it is refused."""
 
     max_micro_batches: int = 3
     """Most dispatches that may be under way at once. Each pair has one slot more."""

@@ -9,7 +9,7 @@ import atexit
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Self
@@ -190,7 +190,7 @@ class DeviceClient:
             if not len(call.x_TD):
                 return call.x_TD.new_zeros(call.x_TD.shape, dtype=call.dtype)
             self._stages.wait(call)
-            if call.words is self._book.step_words:
+            if call.in_step:
                 return self._stages.add(call, add)
             return self._eager.finish(call, add)
         finally:
@@ -216,6 +216,11 @@ class DeviceClient:
         """
         self._book.begin_step()
 
+    @property
+    def num_under_way(self) -> int:
+        """Dispatches that wait for their combine."""
+        return self._book.num_under_way
+
     def end_step(self) -> None:
         """End the list of a step's launches; what it left uncombined is given up."""
         self._book.end_step()
@@ -229,17 +234,15 @@ class DeviceClient:
 
     def begin_failover(self) -> Patience:
         """Return what decides how to go on after a step that has failed."""
-        return self._failover.begin()
+        return self._failover.begin(own=0)
 
-    def refresh(self, avoid: Collection[str] = ()) -> None:
+    def refresh(self) -> None:
         """Write into the device's tables what has changed; without changes it costs nothing.
 
-        For the thread that runs steps, between two replays, on the stream of the steps.
-
-        Args:
-            avoid: Servers to ask only where nobody else holds an expert.
+        For the thread that runs steps, between two replays, on the stream of the steps. Rows of
+        servers that have gone are freed once no dispatch is under way.
         """
-        self._tables.refresh(avoid)
+        self._tables.refresh()
 
     # -- the control plane ---------------------------------------------------------------------
 

@@ -74,6 +74,12 @@ class CallBook:
         self._in_step = False
         self._tickets.close()
 
+    @property
+    def num_under_way(self) -> int:
+        """Dispatches that wait for their combine."""
+        self._tickets.forget_dropped()
+        return len(self._tickets)
+
     def open(
         self, layer: int, num_experts: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Tensor, DeviceCall]:
@@ -101,6 +107,7 @@ class CallBook:
 
         def done() -> None:
             self._calls[index] = None
+            self._tables.num_users -= 1
 
         x_wire, scales_Td = to_wire(x_TD, self._wire_dtype)
         call = DeviceCall(
@@ -114,9 +121,11 @@ class CallBook:
             weights_TK=weights_TK.detach().float().contiguous(),
             words=words,
             lane=lane,
+            in_step=self._in_step,
             done=done,
         )
         self._calls[index] = call
+        self._tables.num_users += 1
         return self._tickets.issue(call), call
 
     def redeem(self, ticket: Tensor) -> DeviceCall:

@@ -53,6 +53,7 @@ class DeviceCall:
         weights_TK: fp32.
         words: What its stages write for each other.
         lane: Its part of them.
+        in_step: Whether it is part of a step: then the tables stay as they are until its end.
         done: Called once it is over.
     """
 
@@ -69,6 +70,7 @@ class DeviceCall:
         weights_TK: Tensor,
         words: StepWords,
         lane: LaneWords,
+        in_step: bool,
         done: Callable[[], None],
     ) -> None:
         self.layer = layer
@@ -81,6 +83,7 @@ class DeviceCall:
         self.weights_TK = weights_TK
         self.words = words
         self.lane = lane
+        self.in_step = in_step
         self.pairs_E: Tensor | None = None
         """The pair that was asked for each expert, int32."""
         self.shares: Shares | None = None
@@ -179,7 +182,8 @@ class DeviceStages:
         if holders_EH.shape[1] > 1:
             call.pairs_E = choose_replicas(call.ids_TK, holders_EH, self._num_pairs)
         else:
-            call.pairs_E = holders_EH.view(-1)
+            only_E = holders_EH.view(-1)
+            call.pairs_E = only_E if call.in_step else only_E.clone()
         call.shares, call.places_PT = share_tokens(
             *(call.ids_TK, call.weights_TK, call.pairs_E, lane.abort, self._num_pairs),
             layer=layer,

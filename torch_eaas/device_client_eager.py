@@ -48,12 +48,11 @@ class EagerCalls:
             report = call.words.read()
             if report.is_good:
                 break
-            patience = patience or self._failover.begin()
+            patience = patience or self._failover.begin(own=1)
             if not self._is_exact:
                 # before the tables change: the answers lie in windows that they name
                 sum_TD = self._stages.add_some(call, self._answered(report), sum_TD)
             patience.learn(report)
-            self._tables.refresh(patience.avoid)
             call.words.clear()
             self._stages.send(call)
             self._stages.wait(call)

@@ -45,10 +45,12 @@ class Patience:
 
     Args:
         parts: What it works on.
+        own: How many calls of the tables' users it is about: 1 for an eager call, 0 for a step.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, own: int) -> None:
         self._parts = parts
+        self._own = own
         self._name = parts.config.name
         self._since = parts.clock()
         self._held_up_s = 0.0
@@ -59,11 +61,11 @@ class Patience:
         self._is_cold = False
         self._why = ""
         self._layer = 0
-        self.avoid: set[str] = set()
-        """Servers to ask only where nobody else holds an expert, until this step is done."""
+        # to be asked only where nobody else holds an expert, until this step is done
+        self._avoid: set[str] = set()
 
     def learn(self, report: Report) -> None:
-        """Draw the consequences of a failure; on return the tables may be refreshed for another go.
+        """Draw the consequences of a failure, and write the tables for another go.
 
         Raises:
             ExpertUnavailable: An expert has had no holder for ``recovery_timeout``.
@@ -80,6 +82,10 @@ class Patience:
         self._check_time()
         if pause:
             time.sleep(pause)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._parts.tables.refresh(self._avoid, own=self._own)
 
     # -- one pair ------------------------------------------------------------------------------
 
@@ -115,7 +121,7 @@ class Patience:
         if not conn.pair.heard and now - conn.late_since < patience:
             # its first request may take longer: its window stays, and others are asked meanwhile
             self._is_cold = True
-            self.avoid.add(conn.name)
+            self._avoid.add(conn.name)
         else:
             self._parts.connections.lose(conn, is_gone=False)
 
@@ -143,7 +149,7 @@ class Patience:
         if status is Status.DRAINING:
             self._parts.connections.suspect(conn)
         elif status in (Status.UNKNOWN_EXPERT, Status.INTERNAL):
-            self.avoid.add(conn.name)
+            self._avoid.add(conn.name)
         return RETRY_S
 
     # -- time ----------------------------------------------------------------------------------
@@ -170,7 +176,7 @@ class Patience:
             self._missing_since = now
         deadline = self._missing_since + parts.config.recovery_timeout.total_seconds()
         while True:
-            parts.tables.refresh(self.avoid)
+            self._refresh()
             if parts.tables.is_held(layer, expert):
                 break
             if now >= deadline:
@@ -191,9 +197,9 @@ class DeviceFailover:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    def begin(self) -> Patience:
-        """Return the patience with a step that has just failed for the first time."""
-        return Patience(self._parts)
+    def begin(self, *, own: int) -> Patience:
+        """Return the patience with a step, or an eager call, that has just failed first."""
+        return Patience(self._parts, own)
 
     def note(self, report: Report) -> None:
         """Note who answered in a step that ended well."""

@@ -76,6 +76,9 @@ class DeviceTables:
         """The last request word of each slot; kernels advance it."""
         self._layers: dict[int, _Layer] = {}
         self._seats: list[DeviceConnection | None] = [None] * max_servers
+        self._left: list[DeviceConnection] = []
+        self.num_users = 0
+        """Calls under way: as long as there are any, the rows that they use stay as they are."""
         self._leaving: list[tuple[torch.cuda.Event | None, DeviceConnection]] = []
         self._changes = -1
         self._avoided: frozenset[str] = frozenset()
@@ -123,19 +126,22 @@ class DeviceTables:
             )
         return bool(rows_EH[expert, 0] >= 0)
 
-    def refresh(self, avoid: Collection[str] = ()) -> None:
+    def refresh(self, avoid: Collection[str] = (), *, own: int = 0) -> None:
         """Bring the tables up to date, in order with the current stream's work; usually nothing.
 
         Args:
             avoid: Servers to ask only where nobody else holds an expert.
+            own: Calls under way that are about to begin anew.
         """
         self._let_go()
+        may_free = self.num_users <= own
         # read first: what changes meanwhile is seen the next time
         changes, avoided = self._connections.changes, frozenset(avoid)
-        if changes == self._changes and avoided == self._avoided:
+        is_new = changes != self._changes or avoided != self._avoided
+        if not is_new and not (may_free and self._left):
             return
         self._changes, self._avoided = changes, avoided
-        self._seat()
+        self._seat(may_free)
         by_name = self._rows_by_name()
         for layer, table in self._layers.items():
             self._write_layer(layer, table, by_name)
@@ -145,19 +151,20 @@ class DeviceTables:
     def close(self) -> None:
         """Forget all pairs."""
         self._seats = [None] * len(self._seats)
-        self._leaving = []
+        self._left, self._leaving = [], []
 
     # -- the table of pairs --------------------------------------------------------------------
 
-    def _seat(self) -> None:
-        """Free the rows of pairs that have ended, and give rows to new ones."""
+    def _seat(self, may_free: bool) -> None:
+        """Free the rows of pairs that have ended, if that may be, and give rows to new ones."""
         wanted = {server.instance for server in self._connections.placement.servers}
         live = {conn for conn in self._connections.live.values() if conn.server.instance in wanted}
-        left = [conn for conn in self._seats if conn is not None and conn not in live]
-        seats = [None if conn in left else conn for conn in self._seats]
-        fresh = sorted(live.difference(self._seats), key=lambda conn: conn.name)
+        self._left = [conn for conn in self._seats if conn is not None and conn not in live]
+        seats = self._seats.copy()
+        if may_free:
+            seats = [None if conn in self._left else conn for conn in seats]
         unseated = set()
-        for conn in fresh:
+        for conn in sorted(live.difference(seats), key=lambda conn: conn.name):
             if None not in seats:
                 unseated.add(conn.name)
                 continue
@@ -172,13 +179,18 @@ class DeviceTables:
             self._pairs.write(torch.tensor(rows, device="cpu"))
             puts = [NO_PUT if conn is None else conn.put_row for conn in seats]
             self._puts.write(torch.tensor(puts, device="cpu"))
-        self._see_off(left)
+        if may_free:
+            self._see_off(self._left)
+            self._left = []
+        self._tell_unseated(unseated)
+
+    def _tell_unseated(self, unseated: set[str]) -> None:
         if unseated > self._unseated:
             logger.warning(
                 "client %s: no row is left for %s; raise max_servers (now %d)",
                 self._name,
                 ", ".join(sorted(unseated)),
-                len(seats),
+                len(self._seats),
             )
         self._unseated = unseated
 
@@ -202,7 +214,12 @@ class DeviceTables:
     # -- layers --------------------------------------------------------------------------------
 
     def _rows_by_name(self) -> dict[str, int]:
-        return {conn.name: row for row, conn in enumerate(self._seats) if conn is not None}
+        """Return the rows of those who can be asked."""
+        return {
+            conn.name: row
+            for row, conn in enumerate(self._seats)
+            if conn is not None and conn not in self._left
+        }
 
     def _write_layer(self, layer: int, table: _Layer, by_name: dict[str, int]) -> None:
         num_experts, width = table.rows_EH.shape
