@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from tests.monitor.planned import wait_until
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
+from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig, ServerConfig
 from torch_eaas.device_client import DeviceClient
 from torch_eaas.experts import GroupTable
@@ -29,7 +30,7 @@ T, D, K, E = 3, 8, 2, 4
 PATIENT = timedelta(seconds=5)
 """A wait that only a dead or held server outlasts, however busy the machine is."""
 
-BRIEF = timedelta(milliseconds=150)
+BRIEF = timedelta(milliseconds=300)
 """A wait that a test means to fail."""
 
 
@@ -114,10 +115,12 @@ def every_expert(layers: int) -> list[tuple[int, int]]:
 
 
 class World:
-    """Host-driven servers in threads, over shared memory, and device clients of theirs."""
+    """Host-driven servers in threads, and device clients of theirs."""
 
-    def __init__(self, held: Sequence[Sequence[tuple[int, int]]]) -> None:
-        self.transport = SharedMemoryTransport()
+    def __init__(
+        self, held: Sequence[Sequence[tuple[int, int]]], transport: Transport | None = None
+    ) -> None:
+        self.transport = transport or SharedMemoryTransport()
         self.experts = [HalvingExperts(keys) for keys in held]
         self.servers = [self.serve(i, experts) for i, experts in enumerate(self.experts)]
         self.clients: list[DeviceClient] = []
@@ -169,9 +172,9 @@ def device_config(**options: Any) -> ClientConfig:
 
 
 @contextmanager
-def world(*held: Sequence[tuple[int, int]]) -> Iterator[World]:
+def world(*held: Sequence[tuple[int, int]], transport: Transport | None = None) -> Iterator[World]:
     """Run servers that hold what is named, one for each argument, for the time of a test."""
-    made = World(held)
+    made = World(held, transport)
     try:
         yield made
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tests.compiled import whole
 from tests.device_served import (
@@ -29,7 +31,7 @@ from tests.device_served import (
 )
 from tests.monitor.planned import wait_until
 from tests.ops.processes import needs_x86
-from torch_eaas import device_client
+from torch_eaas import device_client_book
 from torch_eaas.captured_step import CapturedStep
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.device_client import DeviceClient
@@ -91,6 +93,24 @@ def test_zero_tokens_make_no_request() -> None:
         client = servers.client()
         assert call(client, *inputs(0)).shape == (0, D)
         assert servers.experts[0].num_batches == 0
+
+
+def test_each_dispatch_wakes_servers_that_are_threads_of_this_process() -> None:
+    rung_by: list[str] = []
+
+    class Bell(LoopbackTransport):
+        @override
+        def ring(self) -> None:
+            rung_by.append(threading.current_thread().name)
+            super().ring()
+
+    with world(*HALVES, transport=Bell()) as servers:
+        client = servers.client()
+        me = threading.current_thread().name
+        before = rung_by.count(me)
+        for _ in range(3):
+            assert torch.equal(call(client, *inputs()), moe_sum(*inputs()))
+        assert rung_by.count(me) == before + 3
 
 
 def test_each_micro_batch_has_one_dispatch_under_way_and_they_end_in_any_order() -> None:
@@ -164,15 +184,44 @@ def test_in_exact_mode_the_bits_do_not_depend_on_a_failure() -> None:
         assert client.counters()["timeouts"] == 1
 
 
-def test_a_server_that_drains_is_asked_by_those_alone_who_have_nobody_else() -> None:
+def test_a_server_that_leaves_is_suspect_and_asked_no_more_while_others_hold_its_experts() -> None:
     with world(EVERY, EVERY) as servers:
         client = servers.client()
         routed = inputs()
         call(client, *routed)
-        drained = servers.servers[0]
-        drained.drain()
+        servers.servers[0]._path._runner.draining = True
         for _ in range(3):
             assert torch.equal(call(client, *routed), moe_sum(*routed))
+        assert client.counters()["refused_draining"] == 1
+        assert client._connections.suspects == ["s0"]
+
+
+def test_a_request_that_a_server_finds_too_old_is_sent_again() -> None:
+    with world(EVERY) as servers:
+        client = servers.client(graph_wait=BRIEF)
+        routed = inputs()
+        call(client, *routed)
+        # as if it had been suspended: its last look at the slot is longer ago than the budget
+        with servers.servers[0]._path._writing:
+            time.sleep(1.5 * BRIEF.total_seconds())
+            ticket = client.dispatch(0, *routed, num_experts=E)
+        assert torch.equal(client.combine(ticket), moe_sum(*routed))
+        counters = client.counters()
+        assert (counters["refused_expired"], counters.get("timeouts", 0)) == (1, 0)
+
+
+def test_an_answer_of_another_window_is_not_looked_at() -> None:
+    with world(EVERY, EVERY) as servers:
+        client = servers.client()
+        routed = inputs()
+        call(client, *routed)
+        [pair] = servers.servers[0]._control.pairs
+        pair.epoch += 1
+        assert torch.equal(call(client, *routed), moe_sum(*routed))
+        assert client.counters()["stale"] == 1
+        # the next window is as good as any
+        wait_until(lambda: len(client._connections.live) == 2)
+        assert torch.equal(call(client, *routed), moe_sum(*routed))
 
 
 def test_eagerly_an_expert_that_nobody_holds_is_waited_for_and_named() -> None:
@@ -335,7 +384,7 @@ def test_a_second_dispatch_in_a_micro_batch_is_refused_and_so_is_a_micro_batch_t
 def test_what_cannot_be_captured_says_so(served: World, monkeypatch: pytest.MonkeyPatch) -> None:
     [client] = served.clients
     call(client, *inputs())
-    monkeypatch.setattr(device_client, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(device_client_book, "_is_capturing", lambda device: True)
     with pytest.raises(
         ConfigError, match=r"layer 0: an eager dispatch waits for the device, which no capture"
     ):

@@ -9,13 +9,13 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tests.device_served import R, server_of
 from tests.monitor.planned import FAST, wait_until
 from tests.ops.host_end import FORGER, script
 from tests.ops.host_end import SPEC as ASKED
 from tests.ops.processes import host_end, needs_x86, told
 from tests.protocol import record_traces
 from tests.served import LAYERS, WEIGHTS, D, E, I, K
+from tests.served_slabs import R, server_of
 from tests.test_recovery import MODEL, right, states
 from torch_eaas.config import ServerConfig
 from torch_eaas.device_server import DeviceServer

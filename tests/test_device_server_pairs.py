@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.device_served import SPEC, server_of, slab
+from tests.served_slabs import SPEC, server_of, slab
 from torch_eaas.comm.window import local_window
 from torch_eaas.device_server import _default_transport
 from torch_eaas.device_server_iteration import DeviceIteration, IterationSizes

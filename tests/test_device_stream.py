@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from torch_eaas.captured import Captured
-from torch_eaas.device_stream import DeviceStream, Mirror, check_device
-from torch_eaas.errors import ConfigError
+from torch_eaas.device_stream import DeviceStream, Mark, Mirror, check_device
+from torch_eaas.errors import ConfigError, PeerTimeout
 
 CPU = torch.device("cpu")
 
@@ -31,6 +31,21 @@ def test_a_gpu_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_device_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match="device must be cpu or cuda, got 'meta'"):
         check_device("meta")
+
+
+class Hanging(Mark):
+    """A mark that is never passed."""
+
+    @property
+    def is_passed(self) -> bool:
+        return False
+
+
+def test_a_device_that_hangs_is_not_waited_for_for_ever() -> None:
+    Mark().wait(0.0)
+    message = r"a device has not done within 0\.01 s what .* look at nvidia-smi and restart"
+    with pytest.raises(PeerTimeout, match=message):
+        Hanging().wait(0.01)
 
 
 def test_a_mirror_copies_what_is_wanted_and_nothing_else() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.device_served import Key, slab
 from tests.served import LAYERS, WEIGHTS, D, E, I
+from tests.served_slabs import Key, slab
 from torch_eaas.errors import ConfigError
 from torch_eaas.expert_slab import ExpertSlab
 from torch_eaas.experts import ExpertPool, ExpertWeights

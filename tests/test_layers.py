@@ -52,6 +52,7 @@ CLIENT |= {"routing"}
 CLIENT |= {
     "captured_step",
     "device_client",
+    "device_client_book",
     "device_client_calls",
     "device_client_eager",
     "device_client_failover",

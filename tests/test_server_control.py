@@ -18,7 +18,7 @@ from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.transport import Handler, Json, Reply
 from torch_eaas.comm.window import Window
 from torch_eaas.config import ClientConfig, ServerConfig
-from torch_eaas.errors import EaasError, TransportError
+from torch_eaas.errors import EaasError, HandshakeRefused, TransportError
 from torch_eaas.monitor.agent import MonitorAgent
 from torch_eaas.placement import Placement
 from torch_eaas.protocol.layout import PROTOCOL_VERSION, PairSpec
@@ -75,6 +75,32 @@ def test_no_control_call_ends_in_anything_but_an_error_of_ours(
     server._control.handle(2, "describe", {}, ())
     server._control.gone(1)
     server.close()
+
+
+def test_of_two_handshakes_at_once_the_one_that_finds_no_room_at_the_end_leaves_nothing() -> None:
+    transport = LoopbackTransport()
+    config = ServerConfig(name="s", max_pairs=1)
+    with ExpertServer(PlannedExperts(pool()), config, transport=transport) as server:
+        control, make_pair = server._control, server._control.make_pair
+        made: list[Window] = []
+
+        def shake(instance: str) -> None:
+            windows = [transport.create_window(SPEC.reply_bytes)]
+            control.handle(1, "handshake", {**HELLO, "instance": instance}, windows)
+
+        def overtaken(**pair: Any) -> Any:
+            # both were checked before either was on the list
+            made.append(pair["requests"])
+            control.make_pair = make_pair
+            shake("00000000000000c2")
+            return make_pair(**pair)
+
+        control.make_pair = overtaken
+        with pytest.raises(HandshakeRefused, match="server s has 1 clients already"):
+            shake("00000000000000c1")
+        assert [pair.instance for pair in control.pairs] == [0xC2]
+        with pytest.raises(TransportError, match="this window is closed"):
+            _ = made[0].view
 
 
 class Liar(Handler):

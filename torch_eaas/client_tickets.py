@@ -90,5 +90,5 @@ class Tickets(Generic[C]):
             except IndexError:
                 # two threads may both come here: then there are two blocks
                 start = next(self._next_block)
-                block = torch.arange(start, start + BLOCK).view(BLOCK, 1).unbind()
+                block = torch.arange(start, start + BLOCK, device="cpu").view(BLOCK, 1).unbind()
                 self._unused.extend(enumerate(block, start))

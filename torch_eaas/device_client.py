@@ -7,36 +7,29 @@ from __future__ import annotations
 
 import atexit
 import secrets
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from torch_eaas.client_tickets import Tickets
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig, check_at_least
-from torch_eaas.device_client_calls import DeviceCall, DeviceStages, check_inputs
+from torch_eaas.device_client_book import CallBook
+from torch_eaas.device_client_calls import DeviceStages, check_inputs
 from torch_eaas.device_client_eager import EagerCalls
 from torch_eaas.device_client_failover import DeviceFailover, Parts, Patience
 from torch_eaas.device_client_pairs import DeviceConnection
 from torch_eaas.device_client_tables import DeviceTables
-from torch_eaas.device_client_words import Report, StepWords
+from torch_eaas.device_client_words import Report
 from torch_eaas.errors import ConfigError
 from torch_eaas.pair_keeper import PairKeeper
 from torch_eaas.placement import Placement
-
-
-class _Chosen(threading.local):
-    """Each thread's micro-batch."""
-
-    micro_batch = 0
 
 
 class DeviceClient:
@@ -81,10 +74,12 @@ class DeviceClient:
         background: bool = True,
     ) -> None:
         self.config = config
-        self.device = torch.device(device)
-        _check_options(config, self.device, transport)
+        _check_options(config, torch.device(device), transport)
+        # with its number, as tensors name it
+        self.device = torch.empty(0, device=device).device
         check_at_least("max_servers", max_servers, 1)
         check_at_least("max_replicas", max_replicas, 1)
+        transport = transport or SharedMemoryTransport()
         self.instance = instance if instance is not None else secrets.randbits(64) | 1
         self._counters: Counter[str] = Counter()
         self._keeper = PairKeeper(
@@ -93,7 +88,7 @@ class DeviceClient:
             DeviceConnection,
             servers=servers,
             monitor=monitor,
-            transport=transport or SharedMemoryTransport(),
+            transport=transport,
             clock=clock,
             background=background,
             counters=self.counters,
@@ -107,18 +102,12 @@ class DeviceClient:
             max_servers=max_servers,
             max_replicas=max_replicas,
         )
-        self._stages = DeviceStages(config, self._tables, self.device)
+        self._stages = DeviceStages(config, self._tables, self.device, transport.ring)
         self._failover = DeviceFailover(
             Parts(config, self._connections, self._tables, self._counters, clock, self._stages.text)
         )
         self._eager = EagerCalls(config, self._stages, self._tables, self._failover)
-        count = config.max_micro_batches
-        self._step = StepWords(count, max_servers, self.device)
-        self._eager_words = [StepWords(1, max_servers, self.device) for _ in range(count)]
-        self._calls: list[DeviceCall | None] = [None] * count
-        self._tickets: Tickets[DeviceCall] = Tickets()
-        self._chosen = _Chosen()
-        self._in_step = False
+        self._book = CallBook(config, self._tables, self.device)
         atexit.register(self.close)
 
     def wait_ready(
@@ -163,22 +152,18 @@ class DeviceClient:
         if self._keeper.stopped.is_set():
             raise ConfigError(f"client {self.config.name} is closed; open one for this layer")
         check_inputs(self.config, layer, x_TD, ids_TK, weights_TK)
-        if x_TD.device.type != self.device.type:
+        if x_TD.device != self.device:
             raise ConfigError(
                 f"layer {layer}: hidden states must be on the client's device {self.device}, got "
                 f"{x_TD.device}; move them, or open a client with device={str(x_TD.device)!r}"
             )
-        if len(self._tickets):
-            self._tickets.forget_dropped()
-        self._prepare(layer, num_experts)
-        call = self._new_call(layer, num_experts, x_TD, ids_TK, weights_TK)
-        ticket = self._tickets.issue(call)
+        ticket, call = self._book.open(layer, num_experts, x_TD, ids_TK, weights_TK)
         self._counters["dispatches"] += 1
         if len(x_TD):
             try:
                 self._stages.send(call)
             except BaseException:
-                self._tickets.redeem(ticket).release()
+                self._book.redeem(ticket).release()
                 raise
         return ticket
 
@@ -200,19 +185,18 @@ class DeviceClient:
             PeerTimeout: Eagerly: servers did not answer in time, one after the other.
             RequestRefused: Eagerly: a server refused the request.
         """
-        call = self._tickets.redeem(ticket)
+        call = self._book.redeem(ticket)
         try:
             if not len(call.x_TD):
                 return call.x_TD.new_zeros(call.x_TD.shape, dtype=call.dtype)
             self._stages.wait(call)
-            if call.words is self._step:
+            if call.words is self._book.step_words:
                 return self._stages.add(call, add)
             return self._eager.finish(call, add)
         finally:
             call.release()
 
-    @contextmanager
-    def micro_batch(self, index: int) -> Iterator[None]:
+    def micro_batch(self, index: int) -> AbstractContextManager[None]:
         """Let this thread's dispatches be those of a micro-batch: each has one under way.
 
         Args:
@@ -221,16 +205,7 @@ class DeviceClient:
         Raises:
             ConfigError: There is no such micro-batch.
         """
-        if not 0 <= index < self.config.max_micro_batches:
-            raise ConfigError(
-                f"micro_batch must be 0 to {self.config.max_micro_batches - 1}, got {index}; "
-                f"raise max_micro_batches (now {self.config.max_micro_batches})"
-            )
-        before, self._chosen.micro_batch = self._chosen.micro_batch, index
-        try:
-            yield
-        finally:
-            self._chosen.micro_batch = before
+        return self._book.micro_batch(index)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -239,17 +214,15 @@ class DeviceClient:
 
         ``CapturedStep`` does this; ``end_step`` must follow.
         """
-        self._in_step = True
-        self._step.clear()
+        self._book.begin_step()
 
     def end_step(self) -> None:
         """End the list of a step's launches; what it left uncombined is given up."""
-        self._in_step = False
-        self._tickets.close()
+        self._book.end_step()
 
     def read_step(self) -> Report:
         """Wait for the last step, and return what became of it: the step's one host read."""
-        report = self._step.read()
+        report = self._book.step_words.read()
         if report.is_good:
             self._failover.note(report)
         return report
@@ -290,7 +263,7 @@ class DeviceClient:
         """
         if self._keeper.stop():
             atexit.unregister(self.close)
-            self._tickets.close()
+            self._book.close()
             self._keeper.close()
             self._tables.close()
 
@@ -299,64 +272,6 @@ class DeviceClient:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    # -- a call --------------------------------------------------------------------------------
-
-    def _prepare(self, layer: int, num_experts: int) -> None:
-        """Bring the tables up to date, unless a step's launches are only listed."""
-        is_capturing = _is_capturing(self.device)
-        if is_capturing and not self._in_step:
-            raise ConfigError(
-                f"layer {layer}: an eager dispatch waits for the device, which no capture allows; "
-                f"capture a step with CapturedStep(client, fn)"
-            )
-        if not self._tables.has(layer):
-            if is_capturing:
-                raise ConfigError(
-                    f"layer {layer} has no table yet, and none can be made during a capture; "
-                    f"run the step once before it is captured"
-                )
-            self._tables.refresh()
-            self._tables.add(layer, num_experts)
-        elif not self._in_step:
-            self._tables.refresh()
-
-    def _new_call(
-        self, layer: int, num_experts: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> DeviceCall:
-        index = self._chosen.micro_batch
-        under_way = self._calls[index]
-        if under_way is not None:
-            raise ConfigError(
-                f"layer {layer}: micro-batch {index} has layer {under_way.layer}'s dispatch under "
-                f"way; combine it first, or dispatch within client.micro_batch(i) of another one"
-            )
-        if self._in_step:
-            words, lane = self._step, self._step.lanes[index]
-        else:
-            words = self._eager_words[index]
-            words.clear()
-            [lane] = words.lanes
-
-        def done() -> None:
-            self._calls[index] = None
-
-        x_wire, scales_Td = self._stages.to_wire(x_TD)
-        call = DeviceCall(
-            layer,
-            num_experts,
-            micro_batch=index,
-            dtype=x_TD.dtype,
-            x_TD=x_wire,
-            scales_Td=scales_Td,
-            ids_TK=ids_TK.to(torch.int32).contiguous(),
-            weights_TK=weights_TK.detach().float().contiguous(),
-            words=words,
-            lane=lane,
-            done=done,
-        )
-        self._calls[index] = call
-        return call
 
 
 def _check_options(config: ClientConfig, device: torch.device, transport: Transport | None) -> None:
@@ -376,7 +291,3 @@ def _check_options(config: ClientConfig, device: torch.device, transport: Transp
             f"a client on {device} needs a transport whose windows that device can use; "
             f"give transport=..."
         )
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -125,6 +125,14 @@ def check_inputs(
         )
 
 
+def to_wire(x_TD: Tensor, wire_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return tokens in wire format, and their scales if that is FP8."""
+    x_TD = x_TD.detach().contiguous()
+    if wire_dtype == torch.float8_e4m3fn:
+        return quantize_rows(x_TD)
+    return x_TD.to(wire_dtype), None
+
+
 class DeviceStages:
     """Launches the stages of dispatches: one launch each, whatever the number of servers.
 
@@ -132,13 +140,19 @@ class DeviceStages:
         config: The client's options.
         tables: What the kernels know.
         device: Where they run.
+        ring: Wakes servers that are threads of this process; see ``Transport.ring``.
     """
 
-    def __init__(self, config: ClientConfig, tables: DeviceTables, device: torch.device) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: ClientConfig,
+        tables: DeviceTables,
+        device: torch.device,
+        ring: Callable[[], None],
+    ) -> None:
         self._tables = tables
+        self._ring = ring
         self._is_exact = config.combine == "exact"
-        self._wire_dtype = TORCH_DTYPES[config.wire_dtype]
         self._reply_dtype = TORCH_DTYPES[config.reply_dtype]
         self._wait_us = max(1, int(config.graph_wait.total_seconds() * 1e6))
         self._num_pairs = len(tables.pairs_PC)
@@ -154,13 +168,6 @@ class DeviceStages:
         shape = (config.max_tokens, config.hidden_size)
         self._zeros = {dtype: torch.zeros(shape, dtype=dtype, device=device) for dtype in FLOATS}
         self._open_gate = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def to_wire(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return tokens in wire format, and their scales if that is FP8."""
-        x_TD = x_TD.detach().contiguous()
-        if self._wire_dtype == torch.float8_e4m3fn:
-            return quantize_rows(x_TD)
-        return x_TD.to(self._wire_dtype), None
 
     def send(self, call: DeviceCall) -> None:
         """Choose replicas, share the tokens, wait for the slots, and write the requests."""
@@ -187,6 +194,7 @@ class DeviceStages:
             blocks=min(len(call.x_TD), MAX_BLOCKS if call.x_TD.is_cuda else 2),
             scales_Nd=call.scales_Td,
         )
+        self._ring()
 
     def wait(self, call: DeviceCall) -> None:
         """Wait for the answers."""

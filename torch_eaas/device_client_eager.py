@@ -67,5 +67,5 @@ class EagerCalls:
     def _answered(self, report: Report) -> Tensor:
         """Return which pairs have answered, ``(P,)`` bool."""
         pairs = len(self._tables.pairs_PC)
-        answered = torch.tensor([pair in report.answered for pair in range(pairs)])
-        return answered.to(self._tables.pairs_PC.device)
+        told = [pair in report.answered for pair in range(pairs)]
+        return torch.tensor(told, device=self._tables.pairs_PC.device)

@@ -16,7 +16,9 @@ class Staged:
     def __init__(self, on_device: Tensor) -> None:
         self.on_device = on_device
         is_cuda = on_device.is_cuda
-        self._host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=is_cuda)
+        self._host = torch.empty(
+            on_device.shape, dtype=on_device.dtype, device="cpu", pin_memory=is_cuda
+        )
         self._copied = _event() if is_cuda else None
 
     def write(self, values: Tensor) -> None:

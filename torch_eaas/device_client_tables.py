@@ -135,7 +135,7 @@ class DeviceTables:
         by_name = self._rows_by_name()
         for layer, table in self._layers.items():
             self._write_layer(layer, table, by_name)
-        version = torch.tensor([self._connections.placement.version])
+        version = torch.tensor([self._connections.placement.version], device="cpu")
         self._version.write(version)
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class DeviceTables:
         if seats != self._seats:
             self._seats = seats
             rows = [FREE_ROW if conn is None else conn.row for conn in seats]
-            self._pairs.write(torch.tensor(rows))
+            self._pairs.write(torch.tensor(rows, device="cpu"))
         self._see_off(left)
         if unseated > self._unseated:
             logger.warning(

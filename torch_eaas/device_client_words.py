@@ -88,7 +88,7 @@ class StepWords:
         self._words = torch.zeros(size, dtype=torch.int64, device=device)
         self._told = self._words[: _HEAD + outcomes]
         self._host = torch.empty(
-            self._told.shape, dtype=torch.int64, pin_memory=self._words.is_cuda
+            self._told.shape, dtype=torch.int64, device="cpu", pin_memory=self._words.is_cuda
         )
         self._numbers = self._host.numpy()
         self._shape = (micro_batches, pairs, len(Outcome))

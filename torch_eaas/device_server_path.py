@@ -17,7 +17,9 @@ from torch_eaas.device_server_iteration import DeviceIteration, IterationSizes
 from torch_eaas.device_server_pairs import DevicePair, PairRows
 from torch_eaas.device_stream import Mark
 from torch_eaas.expert_slab import ExpertSlab
+from torch_eaas.ops.pair_table import unsigned
 from torch_eaas.protocol.layout import PairSpec
+from torch_eaas.protocol.words import is_newer
 from torch_eaas.server_path import DataPath
 
 AHEAD = 2
@@ -28,6 +30,9 @@ COUNTERS_S = 0.05
 """How often the counters are copied from a GPU."""
 
 LONGEST_WAIT_S = 0.05
+
+SETTLE_S = 10.0
+"""How long the iterations under way may take before the device counts as hanging."""
 
 
 class DevicePath(DataPath[DevicePair]):
@@ -106,7 +111,7 @@ class DevicePath(DataPath[DevicePair]):
             self._apply()
             mark = self._stream.mark()
         # outside of the lock: iterations may follow meanwhile
-        mark.reach()
+        mark.wait(SETTLE_S)
 
     @override
     def finish(self) -> None:
@@ -116,7 +121,7 @@ class DevicePath(DataPath[DevicePair]):
             with self._enqueuing, self._stream.current():
                 self._device_counters.ask()
                 mark = self._stream.mark()
-            mark.reach()
+            mark.wait(SETTLE_S)
             if not self._hear():
                 break
         self._slab.detach()
@@ -151,7 +156,9 @@ class DevicePath(DataPath[DevicePair]):
             return True
         taken_PS = self._iteration.tables.book_3PS[2].tolist()
         for row, pair in self._rows.rows.items():
-            words = (ctypes.c_int64 * pair.spec.slots).from_address(pair.requests.address)
-            if list(words) != taken_PS[row][: pair.spec.slots]:
+            words = (ctypes.c_uint64 * pair.spec.slots).from_address(pair.requests.address)
+            if any(
+                is_newer(*each) for each in zip(words, map(unsigned, taken_PS[row]), strict=False)
+            ):
                 return True
         return False

@@ -5,13 +5,16 @@ On a CPU there are no streams: what is enqueued is done at once, and every mark 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from torch_eaas.errors import ConfigError
+from torch_eaas.errors import ConfigError, PeerTimeout
+
+LOOK_S = 1e-4
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -52,9 +55,27 @@ class Mark:
         return self._event is None or self._event.query()
 
     def reach(self) -> None:
-        """Sleep until it is passed: every kernel before it ends by itself, in bounded time."""
+        """Sleep until it is passed: every kernel before it ends by itself, in bounded time.
+
+        For whoever must go on at once and has nothing else to do; others ``wait``.
+        """
         if self._event is not None:
             self._event.synchronize()
+
+    def wait(self, seconds: float) -> None:
+        """Look now and then until it is passed.
+
+        Raises:
+            PeerTimeout: It is not passed within ``seconds``.
+        """
+        end = time.monotonic() + seconds
+        while not self.is_passed:
+            if time.monotonic() > end:
+                raise PeerTimeout(
+                    f"a device has not done within {seconds:g} s what it was given before: a "
+                    f"kernel hangs; look at nvidia-smi and restart this process"
+                )
+            time.sleep(LOOK_S)
 
 
 class DeviceStream:

@@ -23,7 +23,7 @@ from torch_eaas.ops.gemm import check_multiplies_fp8, grouped_gemm, grouped_gemm
 from torch_eaas.ops.row_dequantizer import dequantize_rows
 from torch_eaas.ops.row_quantizer import quantize_rows
 from torch_eaas.placement import holdings_from
-from torch_eaas.slab_memory import SlabMemory
+from torch_eaas.slab_memory import COPY_S, SlabMemory
 
 
 class ExpertSlab:
@@ -216,4 +216,4 @@ class ExpertSlab:
     def _settle_alone(self) -> None:
         with self.stream.current():
             self.push()
-        self.stream.mark().reach()
+        self.stream.mark().wait(COPY_S)

@@ -116,6 +116,9 @@ class UnderWay(NamedTuple):
 class RemoteMoE(nn.Module):
     """Route tokens, let remote experts run them, and add the shared expert's output.
 
+    In a ``CapturedStep`` a step that failed is run again as a whole, so the model around this layer
+    must be repeatable: it writes KV only at positions that the step owns, and advances nothing.
+
     Args:
         router: Maps tokens ``(T, D)`` to expert ids and weights, both ``(T, K)``.
         experts: Dispatches the routed tokens and combines the answers.

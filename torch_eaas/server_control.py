@@ -161,16 +161,16 @@ class ServerControl(Handler, Generic[P]):
         requests = self._transport.create_window(spec.request_bytes)
         try:
             pair = make(requests=requests, replies=windows[0], now=self._clock())
+            if self._drop(lambda old: old.instance == instance):
+                # the answer says that nothing is written into older windows any more
+                self._path.settle()
+            with self._changing:
+                # others may have come since it was checked
+                self._check_room(instance)
+                self._path.pairs = (*self.pairs, pair)
         except BaseException:
             requests.close()
             raise
-        if self._drop(lambda old: old.instance == instance):
-            # the answer says that nothing is written into older windows any more
-            self._path.settle()
-        with self._changing:
-            # others may have come since it was checked
-            self._check_room(instance)
-            self._path.pairs = (*self.pairs, pair)
         self._transport.ring()
         logger.info(
             "client %s: pair of %d slots, %.1f MiB here and %.1f MiB there",

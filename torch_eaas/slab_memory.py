@@ -19,6 +19,10 @@ BLOCK = 128
 """Rows, and columns, of an FP8 weight that share a scale."""
 
 
+COPY_S = 60.0
+"""How long one matrix's copy may take before the device counts as hanging."""
+
+
 class Slots(NamedTuple):
     """One matrix of every slot."""
 
@@ -100,7 +104,7 @@ class SlabMemory:
                 staged = staged.view(target.dtype).view(source.shape)
                 staged.copy_(source)
                 target.copy_(staged, non_blocking=True)
-        self._stream.mark().reach()
+        self._stream.mark().wait(COPY_S)
 
     def _slots(self, slots: int, rows: int, columns: int) -> Slots:
         numbers = torch.zeros((slots, rows, columns), dtype=self._dtype, device=self._device)
