@@ -16,6 +16,7 @@ _HOMES = {
     "Client": "client",
     "ClientConfig": "config",
     "ConfigError": "errors",
+    "CudaIpcTransport": "comm.cuda_ipc",
     "DeviceClient": "device_client",
     "DeviceServer": "device_server",
     "DoubleBatchOverlap": "dbo",

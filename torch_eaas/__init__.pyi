@@ -3,6 +3,7 @@ from torch_eaas.batch_splitting import join_batches as join_batches
 from torch_eaas.batch_splitting import split_batch as split_batch
 from torch_eaas.captured_step import CapturedStep as CapturedStep
 from torch_eaas.client import Client as Client
+from torch_eaas.comm.cuda_ipc import CudaIpcTransport as CudaIpcTransport
 from torch_eaas.comm.loopback import LoopbackTransport as LoopbackTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport as SharedMemoryTransport
 from torch_eaas.config import ClientConfig as ClientConfig

@@ -23,7 +23,7 @@ from torch_eaas.client_pairs import Connection
 from torch_eaas.client_staging import Staging
 from torch_eaas.client_tickets import Tickets
 from torch_eaas.client_turns import ThreadTurn, Turn
-from torch_eaas.comm.shared_memory import SharedMemoryTransport
+from torch_eaas.comm.auto import transport_of
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
 from torch_eaas.errors import ConfigError
@@ -41,7 +41,8 @@ class Client:
         config: The client's options.
         servers: Control addresses of servers, if there is no monitor.
         monitor: URL of a monitor that says which servers there are.
-        transport: How servers are reached; the default is shared memory on this host.
+        transport: How servers are reached: a transport, the name of one, or ``"auto"``; the
+            default is shared memory on this host.
         instance: This life's id; by default a random one.
         clock: Seconds, monotonic; tests plan it.
         background: Keep pairs open from a thread; without it, call ``maintain``.
@@ -53,14 +54,14 @@ class Client:
         *,
         servers: Sequence[str] = (),
         monitor: str | None = None,
-        transport: Transport | None = None,
+        transport: Transport | str | None = None,
         instance: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         background: bool = True,
     ) -> None:
         self.config = config
         self.instance = instance if instance is not None else secrets.randbits(64) | 1
-        self._transport = transport or SharedMemoryTransport()
+        self._transport = transport_of(transport or "shared_memory")
         self._clock = clock
         self._counters: Counter[str] = Counter()
         self._keeper = PairKeeper(

@@ -89,17 +89,9 @@ def test_a_gpu_without_an_attribute_is_refused_by_its_name(attribute: str, what:
 @pytest.mark.parametrize(
     ("num_devices", "device", "message"),
     [
-        (
-            0,
-            0,
-            r"cannot use GPU 0: cuInit failed: CUDA_ERROR_NO_DEVICE \(100\): no device; look at",
-        ),
-        (
-            2,
-            2,
-            r"cannot use GPU 2: cuDeviceGet failed: CUDA_ERROR_INVALID_DEVICE \(101\): .*choose",
-        ),
-        (1, -1, r"cannot use GPU -1: cuDeviceGet failed: CUDA_ERROR_INVALID_DEVICE"),
+        (0, 0, r"GPU 0: cuInit failed: CUDA_ERROR_NO_DEVICE \(100\): no device; look at"),
+        (2, 2, r"GPU 2: cuDeviceGet failed: CUDA_ERROR_INVALID_DEVICE \(101\): .*choose"),
+        (1, -1, r"GPU -1: cuDeviceGet failed: CUDA_ERROR_INVALID_DEVICE"),
     ],
 )
 def test_a_gpu_that_is_not_there_is_refused(num_devices: int, device: int, message: str) -> None:

@@ -154,7 +154,7 @@ def test_a_window_that_is_smaller_than_announced_is_refused_and_leaves_nothing(
     with pytest.raises(
         TransportError,
         match=r"cannot map the peer's window: cuMemMap failed: CUDA_ERROR_INVALID_VALUE \(1\): "
-        r"invalid value; the peer's window may be smaller than it announced",
+        r"invalid value; a window that a peer sent may be smaller than it announced",
     ):
         windows.adopt(fd, GRANULARITY + 1)
     assert not os.path.exists(f"/proc/self/fd/{fd}")
@@ -175,7 +175,7 @@ def test_a_descriptor_of_something_else_is_refused_and_closed(
     with pytest.raises(
         TransportError,
         match=r"cuMemImportFromShareableHandle failed: CUDA_ERROR_INVALID_HANDLE \(400\): .*; "
-        r"what the peer sent may be no window in GPU memory",
+        r"what a peer sent may be no window in GPU memory",
     ):
         windows.adopt(fd, 64)
     assert not os.path.exists(f"/proc/self/fd/{fd}")

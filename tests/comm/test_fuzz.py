@@ -21,7 +21,7 @@ from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Listener
 from torch_eaas.errors import TransportError
 
-CALL = {"verb": "echo", "windows": [4096], "token": "x", "size": 4096}
+CALL = {"verb": "echo", "windows": [4096], "token": "x", "size": 4096, "transport": "cuda_ipc"}
 JSON = (VALUE | almost(CALL)).map(lambda value: json.dumps(value).encode())
 FRAME = JSON.map(lambda data: len(data).to_bytes(4, "little") + data)
 BYTES = st.lists(FRAME | st.binary(max_size=40), max_size=3).map(b"".join)

@@ -59,6 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=arguments.count, default=1, help="threads of the client (%(default)s)"
     )
+    arguments.add_transport(parser)
     access.add_token(parser)
     access.add_authority(parser)
 
@@ -95,6 +96,7 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             checkpoint=args.checkpoint,
             monitor=args.monitor,
             servers=tuple(args.servers or ()),
+            transport=args.transport,
             prompt=args.prompt[(rank or 0) % len(args.prompt)],
             name=name if rank is None else f"{name}-{rank}",
             prefix="" if rank is None else f"[{name}-{rank}] ",

@@ -38,6 +38,9 @@ class GenerateOptions:
     servers: tuple[str, ...]
     """Control endpoints."""
 
+    transport: str
+    """The transport's name, or auto."""
+
     prompt: str
     """The text to go on from."""
 
@@ -101,7 +104,12 @@ def generate(options: GenerateOptions) -> int:
         access=options.access,
         wire_dtype=options.wire_dtype,
     )
-    with Client(config, servers=options.servers, monitor=options.monitor) as client:
+    with Client(
+        config,
+        servers=options.servers,
+        monitor=options.monitor,
+        transport=options.transport,
+    ) as client:
         model = load_client(options.checkpoint, client, dtype=TORCH_DTYPES[options.dtype])
         client.wait_ready(shape.moe_layers, shape.num_experts, options.wait)
         # what is alive now stays so: a full collection would only stop the client to find that out

@@ -34,9 +34,9 @@ _NEXT_STEPS = {
     "CUDA_ERROR_NO_DEVICE": f"look at nvidia-smi and CUDA_VISIBLE_DEVICES; {_ELSE}",
     "CUDA_ERROR_INVALID_DEVICE": "choose another device, or look at CUDA_VISIBLE_DEVICES",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "reboot after a driver update, or reload the driver",
-    "CUDA_ERROR_INVALID_VALUE": "the peer's window may be smaller than it announced",
-    "CUDA_ERROR_INVALID_HANDLE": "what the peer sent may be no window in GPU memory",
-    "CUDA_ERROR_NOT_SUPPORTED": "both ends must see the GPU on which the window lies",
+    "CUDA_ERROR_INVALID_VALUE": "a window that a peer sent may be smaller than it announced",
+    "CUDA_ERROR_INVALID_HANDLE": "what a peer sent may be no window in GPU memory",
+    "CUDA_ERROR_NOT_SUPPORTED": "both ends must see the GPU on which a window lies",
     "CUDA_ERROR_NOT_PERMITTED": "both ends must run as one user, in containers with one GPU",
     "CUDA_ERROR_OPERATING_SYSTEM": "raise the limit of open files (ulimit -n)",
 }

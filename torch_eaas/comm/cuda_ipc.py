@@ -42,6 +42,8 @@ class CudaIpcTransport(UnixTransport):
 class CudaWindows(WindowMaker):
     """Windows in the memory of a GPU, and of those that it reaches.
 
+    A window's memory is unmapped when its last ``Memory`` goes: no kernel may use it then.
+
     Args:
         driver: What calls CUDA's driver.
     """
