@@ -14,6 +14,7 @@ from torch_eaas.ops import (
     add_replies,
     choose_replicas,
     gate,
+    put_slots,
     read_hidden,
     read_requests,
     share_tokens,
@@ -27,6 +28,7 @@ MODULES: tuple[ModuleType, ...] = (
     add_replies,
     choose_replicas,
     gate,
+    put_slots,
     read_hidden,
     read_requests,
     share_tokens,
@@ -43,6 +45,7 @@ def use_kernels(patch: pytest.MonkeyPatch) -> None:
         pytest.skip("kernels run on CPU tensors with TRITON_INTERPRET=1 only")
     for module in MODULES:
         patch.setattr(module, "_op", module.launch)
+    patch.setattr(put_slots, "_reply_op", put_slots.launch_replies)
 
 
 @pytest.fixture(params=["kernels", "twins"])
