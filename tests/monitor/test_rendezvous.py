@@ -17,6 +17,7 @@ from torch_eaas.monitor.rendezvous import (
     MAX_BYTES,
     MAX_NAMES,
     Rendezvous,
+    exchange_at,
     leave,
     wait_for,
 )
@@ -58,12 +59,12 @@ def test_members_meet_at_the_monitor(monitor: MonitorHandle) -> None:
 
     def come() -> None:
         with MonitorLink(monitor.url, SECOND) as link:
-            found.append(wait_for(link, "run-7.0", 5 * SECOND, who="PE 1", whom="PE 0"))
+            found.append(exchange_at(link, "run-7.0", 5 * SECOND, who="PE 1")(None))
 
     waiting = threading.Thread(target=come)
     waiting.start()
     with MonitorLink(monitor.url, SECOND) as link:
-        leave(link, "run-7.0", data)
+        assert exchange_at(link, "run-7.0", SECOND, who="PE 0")(data) == data
         waiting.join(5)
         assert found == [data]
         with pytest.raises(RequestRefused, match=r"PUT /rendezvous/run-7\.0: 'run-7\.0' is"):

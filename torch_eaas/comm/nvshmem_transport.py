@@ -31,6 +31,7 @@ class NvshmemTransport(UnixTransport):
 
     def __init__(self, world: NvshmemWorld) -> None:
         super().__init__(NvshmemWindows(world))
+        self.world = world
 
 
 class NvshmemWindows(WindowMaker):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch_eaas.errors import AccessDenied, ConfigError, PeerGone, PeerTimeout
@@ -69,6 +70,27 @@ def leave(link: MonitorLink, name: str, data: bytes) -> None:
     if len(data) > MAX_BYTES:
         raise ConfigError(f"a rendezvous holds at most {MAX_BYTES} bytes, got {len(data)}")
     link.call("PUT", f"/rendezvous/{name}", {"data": base64.b64encode(data).decode()})
+
+
+def exchange_at(
+    link: MonitorLink, name: str, timeout: timedelta, *, who: str
+) -> Callable[[bytes | None], bytes]:
+    """Return how PE 0 hands its id to the others, as ``NvshmemWorld.open`` takes it.
+
+    Args:
+        link: The monitor.
+        name: Where to meet: the same for all of one start, and for no other.
+        timeout: How long the others wait for PE 0.
+        who: This process, for messages.
+    """
+
+    def exchange(made: bytes | None) -> bytes:
+        if made is None:
+            return wait_for(link, name, timeout, who=who, whom="PE 0")
+        leave(link, name, made)
+        return made
+
+    return exchange
 
 
 def wait_for(link: MonitorLink, name: str, timeout: timedelta, *, who: str, whom: str) -> bytes:
