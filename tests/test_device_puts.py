@@ -1,4 +1,4 @@
-"""The stage that puts what was staged is there for the transport that needs it, and for no other."""
+"""The stage of puts is there for the transport that needs it, and for no other."""
 
 from __future__ import annotations
 
