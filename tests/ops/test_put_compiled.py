@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,20 +11,22 @@ import torch
 import triton
 
 from tests.ops.compiling import CAPABILITIES, Compiled, compiled
+from torch_eaas.comm.nvshmem_checks import IBGDA_SINCE, version_of, wheel_folders
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import ClientTables, ServerTables
 from torch_eaas.ops.put_linking import explain_link_failure, load_put_kernel
 from torch_eaas.ops.put_slots import launch, launch_replies
 from torch_eaas.ops.put_table import PutColumn
 
+# linking takes its time where others compute too
+pytestmark = pytest.mark.timeout(400)
+
 P, S, R = 32, 4, 16
 
 
 def bitcode() -> str:
     """Return NVSHMEM's device library, or nothing where its wheel is not installed."""
-    nvidia = importlib.util.find_spec("nvidia")
-    folders = nvidia.submodule_search_locations if nvidia else None
-    files = [Path(each, "nvshmem", "lib", "libnvshmem_device.bc") for each in folders or ()]
+    files = [folder / "libnvshmem_device.bc" for folder in wheel_folders()]
     return next((str(file) for file in files if file.is_file()), "")
 
 
@@ -78,6 +79,10 @@ if bitcode():
 
 ON_EACH = pytest.mark.parametrize("capability", CAPABILITIES)
 linked = pytest.mark.skipif(not bitcode(), reason="needs the wheel nvidia-nvshmem-cu13")
+with_ibgda = pytest.mark.skipif(
+    not bitcode() or (version_of(Path(bitcode())) or IBGDA_SINCE) < IBGDA_SINCE,
+    reason="needs nvidia-nvshmem-cu13 of at least 3.5, over what torch pins",
+)
 
 
 def kernels_of(launch: str, capability: int) -> list[Compiled]:
@@ -111,7 +116,7 @@ def test_both_ends_launch_one_kernel_that_is_linked_with_nvshmem(capability: int
     assert kernel.count(r"ld\.const\.b64\s.*nvshmemi_device_state_d") > 0
 
 
-@linked
+@with_ibgda
 @ON_EACH
 def test_the_linked_kernel_can_put_through_the_nic_without_the_host(capability: int) -> None:
     [kernel] = kernels_of("by NVSHMEM", capability)
