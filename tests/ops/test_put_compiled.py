@@ -13,9 +13,10 @@ import triton
 from tests.ops.compiling import CAPABILITIES, Compiled, compiled
 from torch_eaas.comm.nvshmem_checks import IBGDA_SINCE, version_of, wheel_folders
 from torch_eaas.errors import ConfigError
+from torch_eaas.ops import put_linking
 from torch_eaas.ops.pair_table import ClientTables, ServerTables
 from torch_eaas.ops.put_linking import explain_link_failure, load_put_kernel
-from torch_eaas.ops.put_slots import launch, launch_replies
+from torch_eaas.ops.put_slots import launch, launch_replies, put_kernel
 from torch_eaas.ops.put_table import PutColumn
 
 # linking takes its time where others compute too
@@ -63,19 +64,32 @@ def link_with_what_is_not_there() -> None:
         load_put_kernel("/nowhere/libnvshmem_device.bc", "cpu")
 
 
+def launch_all(path: str) -> None:
+    """Launch both ends, whatever the alignment: Triton must compile, and load, one kernel.
+
+    NVSHMEM is told of the module that ``load_put_kernel`` loaded, and of no other.
+    """
+    before = num_compiled()
+    table, entries = zeros(1), zeros(1, dtype=torch.int32)
+    put_linking._compiled(path, table, table, entries, entries, table)
+    launch_requests(path)
+    launch_requests(path, unaligned=True)
+    launch_answers(path)
+    assert num_compiled() - before == 1
+
+
+def num_compiled() -> int:
+    return sum(len(caches[0]) for caches in put_kernel.device_caches.values())
+
+
 LAUNCHES: dict[str, Callable[[], object]] = {
-    "by stores": lambda: launch_requests(""),
+    "by stores": lambda: launch_all(""),
     "wrong library": link_with_what_does_not_define_it,
     "no bitcode": link_with_what_is_no_bitcode,
     "no file": link_with_what_is_not_there,
 }
 if bitcode():
-    # both ends, and whatever the alignment of what they are given: linked once
-    LAUNCHES["by NVSHMEM"] = lambda: [
-        launch_requests(bitcode()),
-        launch_requests(bitcode(), unaligned=True),
-        launch_answers(bitcode()),
-    ]
+    LAUNCHES["by NVSHMEM"] = lambda: launch_all(bitcode())
 
 ON_EACH = pytest.mark.parametrize("capability", CAPABILITIES)
 linked = pytest.mark.skipif(not bitcode(), reason="needs the wheel nvidia-nvshmem-cu13")
