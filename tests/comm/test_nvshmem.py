@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,17 +44,19 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem_checks, "wheel_folders", lambda: [lib])
 
 
-def start(pe: int, role: Any, *, seed: int = 5, spec: PairSpec = SPEC) -> NvshmemWorld:
-    """Return the world of one PE; its library is a fake of its own."""
+class Pe(NamedTuple):
+    """One process among those that started together, and what stands for NVSHMEM there."""
+
+    world: NvshmemWorld
+    fake: FakeNvshmem
+
+
+def start(pe: int, role: Any, *, seed: int = 5) -> Pe:
     fake = FakeNvshmem()
     library = NvshmemLibrary(0, ibgda=False, modules=fake.modules)
-    library.fake = fake  # type: ignore[attr-defined] - for the tests alone
     config = NvshmemConfig(role=role, pe=pe, num_pes=PES, settle_s=1.0)
-    return NvshmemWorld.open(config, spec, lambda _: bytes([seed]) * 128, library=library)
-
-
-def fake_of(world: NvshmemWorld) -> FakeNvshmem:
-    return world.library.fake  # type: ignore[attr-defined,no-any-return]
+    world = NvshmemWorld.open(config, SPEC, lambda _: bytes([seed]) * 128, library=library)
+    return Pe(world, fake)
 
 
 class Server(Handler):
@@ -80,7 +82,9 @@ class Ends:
     """A client on PE 2 and a server on PE 1, with a control connection between them."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.client, self.server = start(2, "client"), start(1, "server")
+        self.client, client = start(2, "client")
+        self.server, server = start(1, "server")
+        self.fakes = client, server
         self._near = NvshmemTransport(self.client)
         self.handler = Server(NvshmemTransport(self.server))
         listener = NvshmemTransport(self.server).listen("", self.handler)
@@ -121,26 +125,22 @@ def test_pe_0_makes_the_id_and_all_start_under_it() -> None:
         assert fake.calls[1] == ("init", b"\x09" * 128, pe, 2)
     # what the fake makes, and nothing
     assert given == [b"\x05" * 128, None]
-    assert worlds[0].name == worlds[1].name != start(0, "client").name
+    assert worlds[0].name == worlds[1].name != start(0, "client").world.name
 
 
 def test_each_pe_has_a_window_of_each_direction_for_every_pe() -> None:
-    client, server = start(2, "client"), start(1, "server")
+    client, clients = start(2, "client")
+    server, servers = start(1, "server")
     request_bytes, reply_bytes = SPEC.request_bytes, SPEC.reply_bytes
     replies = PES * request_bytes
-    heap = fake_of(server).heap
-    assert [server.own_window(pe) - heap for pe in range(PES)] == [
-        0,
-        request_bytes,
-        2 * request_bytes,
-    ]
-    assert [server.staging(pe) - heap for pe in (0, 2)] == [replies, replies + 2 * reply_bytes]
+    assert [server.own_window(pe) - servers.heap for pe in (0, 2)] == [0, 2 * request_bytes]
+    staging = [server.staging(pe) - servers.heap for pe in (0, 2)]
+    assert staging == [replies, replies + 2 * reply_bytes]
     # each writes where the other one looks, and nobody else
-    heap = fake_of(client).heap
     far = client.far_window(1)
-    assert (far.pe, far.window - heap) == (1, server.own_window(2) - fake_of(server).heap)
+    assert (far.pe, clients.reach(far.window, servers)) == (1, server.own_window(2))
     far = server.far_window(2)
-    assert (far.pe, far.window - fake_of(server).heap) == (2, client.own_window(1) - heap)
+    assert (far.pe, servers.reach(far.window, clients)) == (2, client.own_window(1))
 
 
 def test_the_log_says_what_does_not_hold(caplog: pytest.LogCaptureFixture) -> None:
@@ -188,7 +188,7 @@ def test_a_request_is_put_and_answered_between_the_windows(ends: Ends) -> None:
     [(servers_own, clients, back)] = ends.handler.pairs
     assert far is not None
     assert back is not None
-    fakes = fake_of(ends.client), fake_of(ends.server)
+    fakes = ends.fakes
     one, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     near = ClientTables.empty(1, SPEC.slots)
     addresses = {"requests": peers.memory.address, "replies": own.memory.address}
@@ -230,7 +230,7 @@ def test_a_request_is_put_and_answered_between_the_windows(ends: Ends) -> None:
 
 def test_a_new_epoch_lies_in_the_same_place_settled_and_cleared(ends: Ends) -> None:
     first, *_ = ends.handshake()
-    fakes = fake_of(ends.client), fake_of(ends.server)
+    fakes = ends.fakes
     for fake in fakes:
         fake.calls.clear()
     second, *_ = ends.handshake()
@@ -243,11 +243,10 @@ def test_a_new_epoch_lies_in_the_same_place_settled_and_cleared(ends: Ends) -> N
 
 
 def test_where_stores_reach_the_peer_nothing_is_put(ends: Ends) -> None:
-    client, server = ends.client, ends.server
-    fake_of(client).peers = {1: fake_of(server)}
+    ends.fakes[0].peers = {1: ends.fakes[1]}
     _, peers, far = ends.handshake()
     assert far is None
-    assert peers.memory.address == server.own_window(2)
+    assert peers.memory.address == ends.server.own_window(2)
 
 
 def test_a_window_has_no_place_before_its_peer_is_known(ends: Ends) -> None:
@@ -276,7 +275,7 @@ def test_a_window_larger_than_what_was_dealt_is_refused(ends: Ends) -> None:
     ids=["same role", "other start"],
 )
 def test_a_stranger_is_refused(ends: Ends, peer: Any, match: str) -> None:
-    theirs = NvshmemWindows(peer()).create(64)
+    theirs = NvshmemWindows(peer().world).create(64)
     with pytest.raises(TransportError, match=match):
         NvshmemWindows(ends.client).adopt(os.dup(theirs.fd), 64)
     theirs.close()
