@@ -7,6 +7,7 @@ into an address of another's heap, as a put does.
 from __future__ import annotations
 
 import ctypes
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,9 @@ class FakeNvshmem:
 
     Args:
         version: The host library's.
+        capability: The GPU's.
         ordering: What the GPU says of the network card's writes.
         dmabuf: Whether the driver has dma-buf.
-        direct: Whether all PEs' memory is mapped here; so are those that ``peers`` names.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class FakeNvshmem:
         self.is_idle = True
         self.status = 0
         self.init_error = ""
+        self._threads: set[int] = set()
+        """Threads whose current GPU this is."""
         self._memory = ctypes.create_string_buffer(HEAP_BYTES + 128)
         self.heap = -(-ctypes.addressof(self._memory) // 128) * 128
         self._used = 0
@@ -52,7 +55,7 @@ class FakeNvshmem:
             properties=SimpleNamespace(
                 gpu_direct_rdma_writes_ordering=ordering, dma_buf_supported=dmabuf
             ),
-            set_current=lambda: None,
+            set_current=lambda: self._threads.add(threading.get_ident()),
             create_stream=lambda: SimpleNamespace(handle=7, record=self._record),
         )
 
@@ -69,7 +72,7 @@ class FakeNvshmem:
         bindings = SimpleNamespace(
             align=self._align,
             ptr=lambda address, pe: self.reach(address, self.peers[pe]) if pe in self.peers else 0,
-            quiet_on_stream=lambda stream: self.calls.append(("quiet", stream)),
+            quiet_on_stream=self._quiet,
             cumodule_init=lambda module: self.calls.append(("module", module)) or self.status,
         )
         buffer = SimpleNamespace(from_handle=self._buffer)
@@ -97,10 +100,15 @@ class FakeNvshmem:
 
     def _buffer(self, address: int, nbytes: int) -> Any:
         def fill(value: int, stream: Any) -> None:
+            assert threading.get_ident() in self._threads
             self.calls.append(("clear", address, nbytes))
             ctypes.memset(address, value, nbytes)
 
         return SimpleNamespace(fill=fill)
+
+    def _quiet(self, stream: int) -> None:
+        assert threading.get_ident() in self._threads
+        self.calls.append(("quiet", stream))
 
     def _record(self) -> Any:
         return SimpleNamespace(is_done=self.is_idle)

@@ -39,6 +39,8 @@ class Modules:
 class NvshmemLibrary:
     """NVSHMEM in this process, on one GPU. Before ``start`` nothing of it runs.
 
+    Whichever thread calls it has that GPU for its current one afterwards.
+
     Args:
         device: The GPU's number.
         ibgda: Whether kernels are to reach the network card themselves.
@@ -117,6 +119,7 @@ class NvshmemLibrary:
         Raises:
             ConfigError: There is not enough.
         """
+        self._device.set_current()
         address = int(self._modules.bindings.align(ALIGN, nbytes))
         if not address:
             raise ConfigError(
@@ -142,11 +145,14 @@ class NvshmemLibrary:
         Raises:
             PeerTimeout: It does not: a PE is gone or its network is.
         """
+        # handshakes are answered by threads that CUDA knows nothing of
+        self._device.set_current()
         self._modules.bindings.quiet_on_stream(int(self._stream.handle))
         self._finish("what this PE has put has not arrived", timeout_s)
 
     def clear(self, address: int, nbytes: int, timeout_s: float) -> None:
         """Zero some of this PE's memory."""
+        self._device.set_current()
         self._modules.cuda.Buffer.from_handle(address, nbytes).fill(0, stream=self._stream)
         self._finish("memory was not cleared", timeout_s)
 
@@ -156,6 +162,7 @@ class NvshmemLibrary:
         Raises:
             TransportError: NVSHMEM refuses it: its device library is of another version.
         """
+        self._device.set_current()
         status = self._modules.bindings.cumodule_init(module)
         if status:
             raise TransportError(
