@@ -44,6 +44,8 @@ class FakeNvshmem:
         self.is_idle = True
         self.status = 0
         self.init_error = ""
+        self.others_came = threading.Event()
+        self.others_came.set()
         self._threads: set[int] = set()
         """Threads whose current GPU this is."""
         self._memory = ctypes.create_string_buffer(HEAP_BYTES + 128)
@@ -87,6 +89,8 @@ class FakeNvshmem:
         return self.device
 
     def _init(self, **given: Any) -> None:
+        assert threading.get_ident() in self._threads
+        self.others_came.wait(5)
         uid = bytes(given.pop("uid")._data.tobytes())
         self.calls.append(("init", uid, given["rank"], given["nranks"]))
         if self.init_error:

@@ -39,7 +39,7 @@ def library(fake: FakeNvshmem, *, ibgda: bool = False) -> NvshmemLibrary:
 
 def started(fake: FakeNvshmem) -> NvshmemLibrary:
     made = library(fake)
-    made.start(made.new_id(), 0, 1)
+    made.start(made.new_id(), 0, 1, 5)
     return made
 
 
@@ -153,7 +153,7 @@ def test_it_starts_under_the_id_and_says_what_the_config_says(ibgda: bool) -> No
     fake = FakeNvshmem()
     made = library(fake, ibgda=ibgda)
     unique_id = bytes(range(ID_BYTES))
-    made.start(unique_id, 2, 5)
+    made.start(unique_id, 2, 5, 5)
     assert fake.calls[1:] == [("init", unique_id, 2, 5)]
     assert os.environ["NVSHMEM_IB_ENABLE_IBGDA"] == str(int(ibgda))
     # what a data-direct card writes is not ordered by the GPU
@@ -163,14 +163,24 @@ def test_it_starts_under_the_id_and_says_what_the_config_says(ibgda: bool) -> No
 
 def test_an_id_of_another_version_is_refused() -> None:
     with pytest.raises(ConfigError, match="id has 128 bytes, PE 0 left 64: all PEs need the same"):
-        library(FakeNvshmem()).start(bytes(64), 1, 2)
+        library(FakeNvshmem()).start(bytes(64), 1, 2, 5)
 
 
 def test_a_start_that_fails_names_the_pe_and_the_next_step() -> None:
     fake = FakeNvshmem()
     fake.init_error = "status 7"
     with pytest.raises(ConfigError, match=r"PE 1 of 2: NVSHMEM did not start: status 7; NVSHMEM_D"):
-        library(fake).start(bytes(ID_BYTES), 1, 2)
+        library(fake).start(bytes(ID_BYTES), 1, 2, 5)
+
+
+def test_a_pe_that_does_not_come_ends_the_wait() -> None:
+    fake = FakeNvshmem()
+    fake.others_came.clear()
+    with pytest.raises(
+        PeerTimeout, match=r"PE 1 waited 0\.05 s for all 3 PEs to start, and one"
+    ):
+        library(fake).start(bytes(ID_BYTES), 1, 3, 0.05)
+    fake.others_came.set()
 
 
 def test_memory_that_is_not_there_is_asked_for_by_name() -> None:

@@ -54,6 +54,9 @@ class NvshmemConfig:
     """Whether kernels reach the network card themselves, instead of through a thread of the host.
     Say it here, not by NVSHMEM_IB_ENABLE_IBGDA: it is checked, and then set."""
 
+    start_s: float = 120.0
+    """How long to wait until all have come."""
+
     settle_s: float = 10.0
     """How long what was put before may take to arrive when a pair gets new windows."""
 
@@ -122,11 +125,11 @@ class NvshmemWorld:
 
         Raises:
             ConfigError: Something is missing, or NVSHMEM did not start; says what to do.
-            PeerTimeout: PE 0's id has not come.
+            PeerTimeout: PE 0's id, or one of the others, has not come.
         """
         library = library or NvshmemLibrary(config.device, ibgda=config.ibgda)
         unique_id = exchange(library.new_id() if config.pe == 0 else None)
-        library.start(unique_id, config.pe, config.num_pes)
+        library.start(unique_id, config.pe, config.num_pes, config.start_s)
         return cls(config, spec, library, unique_id)
 
     @property

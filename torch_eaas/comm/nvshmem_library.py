@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass
 from importlib import import_module
@@ -84,33 +85,35 @@ class NvshmemLibrary:
         """Return an id under which processes start together; PE 0 makes it."""
         return bytes(self._modules.core.get_unique_id()._data.tobytes())
 
-    def start(self, unique_id: bytes, pe: int, num_pes: int) -> None:
+    def start(self, unique_id: bytes, pe: int, num_pes: int, timeout_s: float) -> None:
         """Start together with all others; returns once all have come.
 
         Raises:
             ConfigError: NVSHMEM did not start; the message is its own.
+            PeerTimeout: Not all have come in time. NVSHMEM still waits then: end this process.
         """
         # read by NVSHMEM alone; what it puts through a data-direct card needs its own waits
         os.environ[_IBGDA] = "1" if self._ibgda else "0"
         os.environ[_NO_DATA_DIRECT] = "1"
-        core = self._modules.core
-        mine = core.get_unique_id(empty=True)
-        data = mine._data
-        if len(unique_id) != data.nbytes:
-            raise ConfigError(
-                f"NVSHMEM's id has {data.nbytes} bytes, PE 0 left {len(unique_id)}: "
-                f"all PEs need the same version of nvidia-nvshmem"
+        given = self._id_of(unique_id)
+        failures: list[Exception] = []
+        # it waits for ever for one who does not come
+        thread = threading.Thread(
+            target=self._init, args=(given, pe, num_pes, failures), name="eaas-nvshmem", daemon=True
+        )
+        thread.start()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            raise PeerTimeout(
+                f"PE {pe} waited {timeout_s:g} s for all {num_pes} PEs to start, and one has not "
+                f"come: look at their logs, and start all of them again"
             )
-        data.view("u1")[:] = memoryview(unique_id)
-        try:
-            core.init(
-                device=self._device, uid=mine, rank=pe, nranks=num_pes, initializer_method="uid"
-            )
-        except Exception as error:
+        if failures:
             raise ConfigError(
-                f"PE {pe} of {num_pes}: NVSHMEM did not start: {error}; "
+                f"PE {pe} of {num_pes}: NVSHMEM did not start: {failures[0]}; "
                 f"NVSHMEM_DEBUG=INFO tells more"
-            ) from error
+            ) from failures[0]
+        self._device.set_current()
         self._stream = self._device.create_stream()
 
     def allocate(self, nbytes: int) -> int:
@@ -169,6 +172,25 @@ class NvshmemLibrary:
                 f"NVSHMEM refused a kernel's module with status {status}: was it linked with "
                 f"{self.bitcode}?"
             )
+
+    def _id_of(self, unique_id: bytes) -> Any:
+        given = self._modules.core.get_unique_id(empty=True)
+        if len(unique_id) != given._data.nbytes:
+            raise ConfigError(
+                f"NVSHMEM's id has {given._data.nbytes} bytes, PE 0 left {len(unique_id)}: "
+                f"all PEs need the same version of nvidia-nvshmem"
+            )
+        given._data.view("u1")[:] = memoryview(unique_id)
+        return given
+
+    def _init(self, given: Any, pe: int, num_pes: int, failures: list[Exception]) -> None:
+        try:
+            self._device.set_current()
+            self._modules.core.init(
+                device=self._device, uid=given, rank=pe, nranks=num_pes, initializer_method="uid"
+            )
+        except Exception as error:
+            failures.append(error)
 
     def _finish(self, what: str, timeout_s: float) -> None:
         event = self._stream.record()
