@@ -24,7 +24,7 @@ ROWS = (
     # placement is pure and without torch; experts says in its terms what it holds
     {"protocol", "placement"},
     {"comm", "ops", "device"},
-    {"experts", "routers", "row_views", "spans"},
+    {"device_puts", "experts", "routers", "row_views", "spans"},
     {"monitor"},
     {"client", "server"},
     {"dbo"},

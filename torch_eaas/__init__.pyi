@@ -5,6 +5,9 @@ from torch_eaas.captured_step import CapturedStep as CapturedStep
 from torch_eaas.client import Client as Client
 from torch_eaas.comm.cuda_ipc import CudaIpcTransport as CudaIpcTransport
 from torch_eaas.comm.loopback import LoopbackTransport as LoopbackTransport
+from torch_eaas.comm.nvshmem import NvshmemConfig as NvshmemConfig
+from torch_eaas.comm.nvshmem import NvshmemWorld as NvshmemWorld
+from torch_eaas.comm.nvshmem_transport import NvshmemTransport as NvshmemTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport as SharedMemoryTransport
 from torch_eaas.config import ClientConfig as ClientConfig
 from torch_eaas.config import MonitorConfig as MonitorConfig

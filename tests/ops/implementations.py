@@ -20,6 +20,7 @@ from torch_eaas.ops import (
     gate,
     gemm,
     packing,
+    put_slots,
     read_hidden,
     read_requests,
     read_text,
@@ -37,6 +38,7 @@ MODULES: tuple[ModuleType, ...] = (
     answer_counts,
     choose_replicas,
     gate,
+    put_slots,
     read_hidden,
     read_requests,
     read_text,
@@ -63,6 +65,7 @@ def use_kernels(patch: pytest.MonkeyPatch) -> None:
         pytest.skip("kernels run on CPU tensors with TRITON_INTERPRET=1 only")
     for module in MODULES:
         patch.setattr(module, "_op", module.launch)
+    patch.setattr(put_slots, "_reply_op", put_slots.launch_replies)
 
 
 def use_all_kernels(patch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,10 @@ _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 HOST_MEMORY = "kernels do not reach its windows, which lie in the host's memory"
 ONE_OBJECT = "for threads of this process that are given this very object"
-NO_NVSHMEM = "this version is built without it"
+NO_NVSHMEM = (
+    "its processes start together: open one NvshmemWorld in each (NvshmemWorld.open) and give "
+    "NvshmemTransport(world); see docs/nvshmem.md"
+)
 FIXED_PES = (
     "when a PE dies invariants 1, 3 and 4 do not hold, and access cannot be revoked; "
     "see docs/transports.md"
