@@ -23,6 +23,7 @@ from benchmarks.gpu_path_checks import (
     in_one_process,
 )
 from benchmarks.gpu_path_ends import QUICK, IdleSlab, Sizes
+from benchmarks.gpu_path_nvshmem import answers_between_pes
 from benchmarks.gpu_path_processes import (
     DEEP,
     QUICK_DEEP,
@@ -120,7 +121,7 @@ def measure(bench: Bench) -> Report:
         bench.report.add_row("seconds", name, so_far=round(time.monotonic() - began, 1))
     bench.report.add_row("checks", failed=failed)
     parts = [partial(_latency, bench, wire) for wire in latency.wires()]
-    parts += [partial(_between_processes, bench)]
+    parts += [partial(_between_processes, bench), partial(_nvshmem, bench)]
     for measure_part in parts:
         if time.monotonic() - began < BUDGET_S:
             measure_part()
@@ -222,6 +223,16 @@ def _between_processes(bench: Bench) -> None:
             continue
         for count, times in found.items():
             bench.report.add_row("processes", name, f"T{count}", **figures([times]))
+
+
+def _nvshmem(bench: Bench) -> None:
+    """Try two PEs on this GPU; that they do not start is no failure."""
+    try:
+        with processes_with_mps(mps_runs()):
+            compared = answers_between_pes(bench.scale.checked, bench.device)
+        bench.report.add_row("checked", "nvshmem", results=compared)
+    except EaasError as error:
+        bench.report.add_row("left out", "nvshmem", reason=f"{type(error).__name__}: {error}"[:400])
 
 
 def _add_checks(report: Report) -> None:

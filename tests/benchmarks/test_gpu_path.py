@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_path, gpu_path_processes
+from benchmarks import gpu_path, gpu_path_nvshmem, gpu_path_processes
 from benchmarks import gpu_path_latency as latency
 from benchmarks.gpu_path import SMALL, Bench
 from benchmarks.gpu_path_checks import (
@@ -32,7 +34,7 @@ from benchmarks.gpu_path_processes import (
 )
 from benchmarks.harness import WrongResult
 from torch_eaas.cli.report import Report
-from torch_eaas.errors import PeerGone
+from torch_eaas.errors import PeerGone, TransportError
 from torch_eaas.expert_slab import ExpertSlab
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +220,32 @@ def test_processes_are_measured_without_mps_and_with_it_where_it_runs(
         assert "start it with nvidia-cuda-mps-control -d" in reason
 
 
+@pytest.mark.skipif(find_spec("nvshmem") is not None, reason="NVSHMEM is installed")
+def test_a_pe_that_cannot_start_says_what_is_missing() -> None:
+    here, there = Pipe()
+    gpu_path_nvshmem.be_pe(there, "server", QUICK, "cpu")
+    kind, text = here.recv()
+    assert kind == "error"
+    assert text.startswith("server: ConfigError: ")
+    assert "nvshmem" in text
+
+
+def test_two_pes_are_compared_or_left_out_with_their_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> int:
+        raise TransportError("server: ConfigError: no NVSHMEM here")
+
+    bench = small_bench()
+    monkeypatch.setattr(gpu_path, "answers_between_pes", fail)
+    gpu_path._nvshmem(bench)
+    reason = row(bench.report, "left out", "nvshmem")["reason"]
+    assert reason == "TransportError: server: ConfigError: no NVSHMEM here"
+    monkeypatch.setattr(gpu_path, "answers_between_pes", lambda *_: 17)
+    gpu_path._nvshmem(bench)
+    assert row(bench.report, "checked", "nvshmem")["results"] == 17
+
+
 def test_mps_is_chosen_for_the_processes_that_are_started_meanwhile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -241,6 +269,7 @@ def test_what_the_time_leaves_no_room_for_is_named(monkeypatch: pytest.MonkeyPat
     assert left == [
         *(["left out", "latency", wire] for wire in latency.wires()),
         ["left out", "between_processes"],
+        ["left out", "nvshmem"],
     ]
 
 
@@ -248,7 +277,7 @@ def test_a_check_that_got_no_answer_fails_and_what_follows_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpu_path, "_one_process", _named("_one_process", PeerGone("it left")))
-    for name in ("_processes", "_kills", "_waits", "_latency", "_between_processes"):
+    for name in ("_processes", "_kills", "_waits", "_latency", "_between_processes", "_nvshmem"):
         monkeypatch.setattr(gpu_path, name, _named(name))
     report = gpu_path.measure(small_bench())
     assert row(report, "failed", "one_process")["reason"] == "PeerGone: it left"

@@ -19,9 +19,11 @@ from benchmarks.gpu_path_checks import (
 )
 from benchmarks.gpu_path_ends import Sizes
 from benchmarks.gpu_path_latency import wires
+from benchmarks.gpu_path_nvshmem import answers_between_pes
 from benchmarks.gpu_path_processes import DEEP, check_kills, in_processes
 from benchmarks.gpu_waits import calls_of, waits_in
 from torch_eaas.captured_step import CapturedStep, check_repeatable
+from torch_eaas.errors import TransportError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,3 +72,11 @@ def test_replays_call_nothing_that_waits_and_a_step_is_repeatable() -> None:
         assert waits_in(calls) == 0, calls
         assert sum(count for name, count in calls.items() if "GraphLaunch" in name) == PROFILED
         assert waits_in(calls_of(step.run, PROFILED)) <= PROFILED
+
+
+def test_two_pes_of_nvshmem_on_one_gpu_give_the_local_layers_answers() -> None:
+    try:
+        compared = answers_between_pes(SIZES, GPU)
+    except TransportError as error:
+        pytest.skip(f"NVSHMEM does not start two PEs on this GPU: {error}")
+    assert compared > 20
