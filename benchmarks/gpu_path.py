@@ -18,6 +18,7 @@ import torch
 from benchmarks import gpu_path_latency as latency
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
+    check_joins,
     check_placements,
     check_tokens,
     in_one_process,
@@ -139,6 +140,7 @@ def _one_process(bench: Bench) -> None:
     with in_one_process(bench.scale.checked, bench.device, servers=2, combine="exact") as ends:
         compared += check_placements(ends, bench.scale.rounds)
         failed = ends.client.counters().get("failed_steps", 0)
+    compared += check_joins(bench.scale.checked, bench.device)
     bench.report.add_row("checked", "streams", results=compared, replays_repeated=failed)
 
 

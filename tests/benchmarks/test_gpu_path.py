@@ -20,12 +20,14 @@ from benchmarks import gpu_path_latency as latency
 from benchmarks.gpu_path import SMALL, Bench
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
+    check_joins,
     check_placements,
     check_tokens,
     in_one_process,
     wrong_tokens,
 )
 from benchmarks.gpu_path_ends import QUICK, local_layer
+from benchmarks.gpu_path_latency import wires
 from benchmarks.gpu_path_processes import (
     MPS_DIRECTORY,
     QUICK_DEEP,
@@ -74,8 +76,11 @@ def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-def test_answers_of_every_size_are_compared_eager_captured_and_in_a_larger_graph() -> None:
-    with in_one_process(QUICK, CPU) as ends:
+@pytest.mark.parametrize("wire", wires())
+def test_answers_of_every_size_are_compared_eager_captured_and_in_a_larger_graph(
+    wire: str,
+) -> None:
+    with in_one_process(QUICK, CPU, wire_dtype=wire) as ends:
         # 0, 1 and 7 tokens, each called once and replayed three times
         assert check_tokens(ends) == 3 * 4
         assert check_fewer_tokens(ends) == 5
@@ -86,6 +91,10 @@ def test_experts_move_under_one_graph_and_their_old_holder_is_asked_once_more() 
         assert check_placements(ends, 2) == 5
         counters = ends.client.counters()
         assert counters["failed_steps"] == counters["refused_unknown_expert"] > 0
+
+
+def test_a_server_comes_and_the_other_leaves_under_one_graph() -> None:
+    assert check_joins(EXACT, CPU) == 3
 
 
 def test_the_local_layer_is_each_tokens_weighted_experts() -> None:

@@ -13,6 +13,7 @@ import torch
 from benchmarks.gpu_path import PROFILED
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
+    check_joins,
     check_placements,
     check_tokens,
     in_one_process,
@@ -52,6 +53,10 @@ def test_one_graph_is_replayed_while_experts_move() -> None:
     with in_one_process(SIZES, GPU, servers=2, combine="exact") as ends:
         check_placements(ends, 10)
         assert ends.client.counters()["failed_steps"] > 0
+
+
+def test_a_server_comes_and_the_other_leaves_under_one_graph() -> None:
+    assert check_joins(SIZES, GPU) == 3
 
 
 def test_servers_killed_between_replays_and_within_one_cost_no_bit_of_60_layers() -> None:
