@@ -181,6 +181,11 @@ def world(*held: Sequence[tuple[int, int]], transport: Transport | None = None) 
         made.close()
 
 
+def call(client: DeviceClient, *routed: Tensor, add: Tensor | None = None) -> Tensor:
+    """Dispatch to layer 0 and combine."""
+    return client.combine(client.dispatch(0, *routed, num_experts=E), add)
+
+
 class Stub(nn.Module):
     """L layers that keep what they see, as attention keeps its KV, and add what experts make of it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Generic
 
@@ -125,8 +125,7 @@ class Connections(Generic[C]):
         Never on the data path. Control calls may take seconds where a server hangs, so each
         server has a thread for its own, or all wait their turn here.
         """
-        self._ended.extend(self.left.forget_harmless())
-        self._close_links()
+        self._close_links(self.left.forget_harmless())
         for conn in list(self.live.values()):
             if conn.link.closed:
                 self.lose(conn)
@@ -153,7 +152,7 @@ class Connections(Generic[C]):
             self._remove(conn)
             # a newer window of the same pair may be open by now
             if conn.pair.open_epoch == conn.epoch:
-                conn.pair.retire()
+                conn.pair.leave(in_vain=not is_gone and not conn.was_heard)
                 conn.pair.refused(self._clock(), random.random())
         what = "is gone" if is_gone else "hangs, or is cut off; its window is left"
         logger.warning("client %s: server %s %s", self._config.name, conn.name, what)
@@ -188,8 +187,7 @@ class Connections(Generic[C]):
                 self._confirm(conn, conn.pair.retire())
             with self._lock:
                 self._leave(conn)
-        self._ended.extend(self.left.close())
-        self._close_links()
+        self._close_links(self.left.close())
         self._tasks.wait(CLOSE_S)
 
     def _remove(self, conn: C) -> None:
@@ -197,10 +195,10 @@ class Connections(Generic[C]):
         self.live = {name: c for name, c in self.live.items() if c is not conn}
         self.changes += 1
 
-    def _close_links(self) -> None:
+    def _close_links(self, more: Sequence[Link] = ()) -> None:
         with self._lock:
             ended, self._ended = self._ended, []
-        for link in ended:
+        for link in (*ended, *more):
             link.close()
 
     def _forget_left(self) -> None:

@@ -199,6 +199,6 @@ class DeviceFailover:
         """Note who answered in a step that ended well."""
         for row in report.answered:
             conn = self._parts.tables.at(row)
-            if conn.pair.suspect or not conn.pair.heard:
-                conn.late_since = None
+            if conn.pair.suspect or not conn.was_heard:
+                conn.was_heard, conn.late_since = True, None
                 self._parts.connections.heard(conn, self._parts.clock())

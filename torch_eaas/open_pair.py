@@ -41,6 +41,8 @@ class OpenPair(ABC):
         self.epoch = epoch
         self.instance = instance
         self.lost = False
+        self.was_heard = False
+        """Whether anything has come through these windows, as far as somebody noted it."""
         self.was_cut = False
         """Whether this client gave the link up in mid-call: then its end is no sign of death."""
         self.is_confirmed = False
