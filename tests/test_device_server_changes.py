@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import FakeClock
 from tests.monitor.planned import wait_until
 from tests.served import WEIGHTS, D, I, K, batch, call, oracle
 from tests.served_slabs import SPEC, T, client_of, server_of, slab
@@ -19,8 +19,6 @@ from torch_eaas.captured import Captured
 from torch_eaas.client_pairs import Connection
 from torch_eaas.client_pieces import Piece
 from torch_eaas.config import ServerConfig
-from torch_eaas.errors import ConfigError, EaasError
-from torch_eaas.expert_slab import ExpertSlab
 from torch_eaas.experts import ExpertPool, ExpertWeights
 from torch_eaas.protocol.layout import Status
 from torch_eaas.server import ExpertServer
@@ -144,7 +142,7 @@ def test_a_second_window_of_one_client_takes_the_place_of_the_first() -> None:
             wait_until(lambda: client._connections.live and connection_of(client).epoch > before)
             right(client, seed=1)
         path: Any = server._path
-        assert path._rows._given_up == []
+        wait_until(lambda: path._rows._given_up == [])
 
 
 def test_a_large_request_is_admitted_first_and_the_next_batch_takes_the_others() -> None:
@@ -197,37 +195,6 @@ def test_what_comes_as_it_leaves_is_answered_draining() -> None:
             assert header.status == Status.DRAINING
             assert conn.text(slot, header.size) == "this server is leaving; ask another holder"
     assert server.counters()["refused_draining"] == 2
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"top_k": K + 1}, f"has top_k {K + 1}, server device was started for {K}; give both"),
-        ({"max_tokens": T + 1}, f"has max_tokens {T + 1}, server device .* for at most {T};"),
-        ({"max_micro_batches": 2}, "has slots 3, server device was started for at most 2; give"),
-        ({"wire_dtype": "bf16"}, "has wire_dtype bf16, server device was started for fp32;"),
-        ({"reply_dtype": "bf16"}, "has reply_dtype bf16, server device was started for fp32;"),
-        ({"combine": "exact"}, "has combine exact, server device was started for partial;"),
-        ({"hidden_size": D + 1}, f"has hidden size {D + 1}, server device has {D}"),
-    ],
-    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
-)
-def test_a_client_that_differs_from_what_was_captured_is_refused_by_name(
-    changed: dict[str, Any], message: str
-) -> None:
-    spec = dataclasses.replace(SPEC, **{k: v for k, v in changed.items() if k in vars(SPEC)})
-    spec = dataclasses.replace(spec, slots=changed.get("max_micro_batches", 1) + 1)
-    with server_of(slab()) as server, pytest.raises(EaasError, match=message):
-        server._control._check("c", 1, "", spec, ())
-
-
-def test_fewer_slots_and_tokens_are_welcome() -> None:
-    spec = dataclasses.replace(SPEC, slots=3, max_tokens=T + 2)
-    with (
-        server_of(slab(), spec).serve_in_background() as server,
-        client_of(server) as client,
-    ):
-        right(client)
 
 
 def test_metrics_tell_what_the_device_counted() -> None:
@@ -283,6 +250,23 @@ def test_a_slab_says_what_it_holds_to_clients() -> None:
         assert server._control.describe()["holdings"] == {"1": [0], "3": [2]}
 
 
-def test_nothing_is_captured_on_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"device is 'cuda', but this torch .* finds no CUDA GPU"):
-        ExpertSlab(D, I, slots=1, max_layers=1, max_experts=1)
+def test_on_a_gpu_counters_come_now_and_then_and_nothing_waits_for_them(clock: FakeClock) -> None:
+    with server_of(slab(), clock=clock) as server, client_of(server) as client:
+        path: Any = server._path
+        # what differs on a GPU is when the host looks
+        path._on_gpu = True
+        clock.advance(1)
+        assert server.step() == 0
+        send(client, 1)
+        clock.advance(0.01)
+        assert server.step() == 0
+        assert server.counters()["requests"] == 0
+        clock.advance(0.05)
+        answered_at = clock()
+        assert server.step() == 1
+        assert server.counters()["requests"] == 1
+        assert path.last_answer == answered_at
+        assert path.progress > 0
+        # the iteration's first kernel waits, not the host
+        path.rest(lambda: False)
+        assert clock() == answered_at

@@ -86,11 +86,12 @@ def test_a_window_stays_mapped_until_the_iterations_that_may_write_into_it_have_
     rows.apply((gone,))
     rows.apply(())
     del gone
+    rows.release()
     gc.collect()
     assert instances(tables) == [0, 0]
     assert mapped() is not None
     stream.marks[-1].passed = True
-    rows.apply(())
+    rows.release()
     gc.collect()
     assert mapped() is None
 

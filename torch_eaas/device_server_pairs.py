@@ -73,7 +73,6 @@ class PairRows:
 
     def apply(self, pairs: Sequence[DevicePair]) -> None:
         """Enqueue what makes these, and no others, the pairs of all iterations to come."""
-        self._given_up = [each for each in self._given_up if not each[1].is_passed]
         gone = {row: pair for row, pair in self.rows.items() if pair not in pairs}
         known = set(self.rows.values())
         new = [pair for pair in pairs if pair not in known]
@@ -97,3 +96,8 @@ class PairRows:
         mark = self._stream.mark()
         self._given_up += [(pair, mark) for pair in gone.values()]
         self.rows = kept | opened
+
+    def release(self) -> None:
+        """Let go of the windows that no iteration can write into any more."""
+        if self._given_up:
+            self._given_up = [each for each in self._given_up if not each[1].is_passed]

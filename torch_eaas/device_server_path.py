@@ -30,6 +30,7 @@ COUNTERS_S = 0.05
 """How often the counters are copied from a GPU."""
 
 LONGEST_WAIT_S = 0.05
+"""How long a server on a CPU rests at most before it looks whether its drain is over."""
 
 SETTLE_S = 10.0
 """How long the iterations under way may take before the device counts as hanging."""
@@ -133,6 +134,7 @@ class DevicePath(DataPath[DevicePair]):
         if pairs is not self._applied:
             self._rows.apply(pairs)
             self._applied = pairs
+        self._rows.release()
         if self.version != int(iteration.version.wanted):
             iteration.version.wanted = torch.tensor([self.version])
         for mirror in (iteration.version, iteration.draining):

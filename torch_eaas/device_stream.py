@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_eaas.errors import ConfigError, PeerTimeout
 
 LOOK_S = 1e-4
+"""Between two looks at a mark; far less than the handshakes and copies that wait for one."""
 
 
 def check_device(device: torch.device | str) -> torch.device:

@@ -114,16 +114,14 @@ class ExpertSlab:
             for key, slot in taken.items():
                 self._memory.load(slot, experts[key])
             self._free = self._free[: len(self._free) - len(taken)]
-            left = [self._slots[key] for key in experts if key in self._slots]
-            self._replace({**self._slots, **taken}, left)
+            self._change(taken)
 
     def remove(self, layer: int, expert: int) -> None:
         """Hold an expert no more; ConfigError if it is not held."""
         with self._changing:
             if (layer, expert) not in self._slots:
                 raise ConfigError(f"layer {layer}, expert {expert} is not held")
-            kept = {key: slot for key, slot in self._slots.items() if key != (layer, expert)}
-            self._replace(kept, [self._slots[layer, expert]])
+            self._change({(layer, expert): -1})
 
     def attach(self, settle: Callable[[], None]) -> None:
         """Let a server read this slab: ``settle`` returns when no iteration reads an older table.
@@ -203,13 +201,16 @@ class ExpertSlab:
                 f"experts first"
             )
 
-    def _replace(self, slots: dict[tuple[int, int], int], left: list[int]) -> None:
-        """Change the table, and free slots as soon as nobody reads them."""
-        wanted_LE = torch.full(self.table.shape, -1, dtype=torch.int32)
-        for key, slot in slots.items():
+    def _change(self, changes: Mapping[tuple[int, int], int]) -> None:
+        """Put experts into other slots, -1 for none; free theirs as soon as nobody reads them."""
+        left = [self._slots[key] for key in changes if key in self._slots]
+        wanted_LE = self._table.wanted.clone()
+        for key, slot in changes.items():
             wanted_LE[key] = slot
         self._table.wanted = wanted_LE
-        self._slots = slots
+        # replaced, not changed: another thread may be telling what is held
+        slots = {**self._slots, **changes}
+        self._slots = {key: slot for key, slot in slots.items() if slot >= 0}
         self._settle()
         self._free += left
 
