@@ -81,9 +81,10 @@ def test_an_error_in_one_micro_batch_ends_all_and_keeps_its_traceback(
 ) -> None:
     with cluster_and_client(max_micro_batches=3) as (_, client):
         overlap = DoubleBatchOverlap(client, num_micro_batches=3)
-        error, ended = kind("planned"), []
+        error, begun, ended = kind("planned"), [], []
 
         def work(index: int) -> None:
+            begun.append(index)
             try:
                 for step in range(50):
                     ticket = client.dispatch(1, *batch(4, step), num_experts=E)
@@ -98,8 +99,9 @@ def test_an_error_in_one_micro_batch_ends_all_and_keeps_its_traceback(
             overlap.map(work, [0, 1, 2])
         assert caught.value is error
         assert "raise_planned" in [entry.name for entry in caught.traceback]
+        # on a busy machine one may fail before another has begun
         assert sorted(ended) == [
-            (index, kind.__name__ if index == failing else "Ended") for index in range(3)
+            (index, kind.__name__ if index == failing else "Ended") for index in sorted(begun)
         ]
         # nothing is left of it: no thread, no dispatch, no slot
         assert not [t for t in threading.enumerate() if t.name.startswith("eaas-micro")]

@@ -136,7 +136,7 @@ def test_what_cannot_be_captured_says_so(served: World, monkeypatch: pytest.Monk
     [
         ({"on_missing": "drop"}, {}, "on_missing='drop' is not on the device path: a graph cannot"),
         ({"detect_anomalies": True}, {}, "detect_anomalies is not on the device path: it reads"),
-        ({}, {"device": "meta"}, "a client on meta needs a transport whose windows that device"),
+        ({}, {"device": "meta"}, "device must be cpu or cuda, got 'meta'"),
         ({}, {"max_servers": 0}, "max_servers must be an integer of at least 1, got 0"),
         ({}, {"max_replicas": 0}, "max_replicas must be an integer of at least 1, got 0"),
         ({}, {"servers": []}, "a client takes either servers=[address, ...] or monitor=url"),

@@ -11,11 +11,9 @@ import torch
 
 from tests.served_slabs import SPEC, server_of, slab
 from torch_eaas.comm.window import local_window
-from torch_eaas.device_server import _default_transport
 from torch_eaas.device_server_iteration import DeviceIteration, IterationSizes
 from torch_eaas.device_server_pairs import DevicePair, PairRows
 from torch_eaas.device_stream import DeviceStream, Mark
-from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import Column, ServerTables
 
 
@@ -105,15 +103,6 @@ def test_in_exact_mode_the_tile_does_not_depend_on_the_slab(slots: int, rows: in
     # 2048 rows in so many groups
     partial = DeviceIteration(made, IterationSizes(spec=SPEC, **sizes))
     assert partial._block_rows == rows
-
-
-def test_a_gpu_without_a_transport_of_its_own_is_refused() -> None:
-    class OnGpu:
-        device = torch.device("cuda", 0)
-
-    message = r"a server on cuda:0 needs a transport whose windows the GPU can map; give it one"
-    with pytest.raises(ConfigError, match=message):
-        _default_transport(OnGpu())  # type: ignore[arg-type]  # no GPU is here
 
 
 def test_a_server_fits_the_slots_that_one_block_can_scan() -> None:

@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from torch_eaas.comm.shared_memory import SharedMemoryTransport
+from torch_eaas.comm.auto import transport_of
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig, check_at_least
 from torch_eaas.device_client_book import CallBook
@@ -27,6 +27,7 @@ from torch_eaas.device_client_failover import DeviceFailover, Parts, Patience
 from torch_eaas.device_client_pairs import DeviceConnection
 from torch_eaas.device_client_tables import DeviceTables
 from torch_eaas.device_client_words import Report
+from torch_eaas.device_stream import check_device
 from torch_eaas.errors import ConfigError
 from torch_eaas.pair_keeper import PairKeeper
 from torch_eaas.placement import Placement
@@ -47,8 +48,8 @@ class DeviceClient:
         device: Where the model runs.
         servers: Control addresses of servers, if there is no monitor.
         monitor: URL of a monitor that says which servers there are.
-        transport: How servers are reached; it must make windows that the device can use. The
-            default on a CPU is shared memory on this host.
+        transport: How servers are reached: a transport whose windows the device can use, the name
+            of one, or ``"auto"``, which is the default.
         max_servers: The most servers at once, P: a captured graph has room for so many.
         max_replicas: The most holders of one expert that are told apart, H.
         instance: This life's id; by default a random one.
@@ -66,7 +67,7 @@ class DeviceClient:
         device: torch.device | str = "cpu",
         servers: Sequence[str] = (),
         monitor: str | None = None,
-        transport: Transport | None = None,
+        transport: Transport | str | None = None,
         max_servers: int = 16,
         max_replicas: int = 2,
         instance: int | None = None,
@@ -74,12 +75,11 @@ class DeviceClient:
         background: bool = True,
     ) -> None:
         self.config = config
-        _check_options(config, torch.device(device), transport)
-        # with its number, as tensors name it
-        self.device = torch.empty(0, device=device).device
+        _check_options(config)
+        self.device = check_device(device)
         check_at_least("max_servers", max_servers, 1)
         check_at_least("max_replicas", max_replicas, 1)
-        transport = transport or SharedMemoryTransport()
+        transport = transport_of(transport or "auto", device=str(self.device))
         self.instance = instance if instance is not None else secrets.randbits(64) | 1
         self._counters: Counter[str] = Counter()
         self._keeper = PairKeeper(
@@ -274,7 +274,7 @@ class DeviceClient:
         self.close()
 
 
-def _check_options(config: ClientConfig, device: torch.device, transport: Transport | None) -> None:
+def _check_options(config: ClientConfig) -> None:
     """Raise ConfigError for what the device path cannot do."""
     if config.on_missing == "drop":
         raise ConfigError(
@@ -285,9 +285,4 @@ def _check_options(config: ClientConfig, device: torch.device, transport: Transp
         raise ConfigError(
             "detect_anomalies is not on the device path: it reads results on the host; look at the "
             "step's outputs, or use a Client"
-        )
-    if device.type != "cpu" and transport is None:
-        raise ConfigError(
-            f"a client on {device} needs a transport whose windows that device can use; "
-            f"give transport=..."
         )

@@ -141,12 +141,12 @@ class ExpertServer(Server[ServerPair]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config = config or ServerConfig()
-        made = transport_of(transport or "shared_memory")
+        transport = transport_of(transport or "shared_memory")
         super().__init__(
             experts,
-            HostPath(experts, config, made, clock),
+            HostPath(experts, config, transport, clock),
             config,
-            transport=made,
+            transport=transport,
             member=Membership(monitor=monitor, model=model, load=load, instance=instance),
             clock=clock,
         )

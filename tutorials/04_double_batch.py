@@ -112,14 +112,14 @@ def picture(prof: torch.profiler.profile, columns: int = 64, ms: float = 30) -> 
         # between two spans a micro-batch computes; between two batches experts do nothing
         line = line.ljust(first, "#" if match[2] and line else " ")
         lines[name] = line.ljust(last + 1, {"dispatch": "#", "wait": ".", "experts": "="}[match[1]])
-    return {name: line[:columns] for name, line in sorted(lines.items())}
+    return dict(sorted(lines.items()))
 
 
 threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-with torch.no_grad(), torch.profiler.profile(experimental_config=threads) as prof:
+with torch.no_grad(), torch.profiler.profile(experimental_config=threads, acc_events=True) as prof:
     overlap(decode, x)
 for name, line in picture(prof).items():
-    print(f"{name:8}{line}")
+    print(f"{name:8}{line[:64]}")
     assert ("=" if name == "experts" else ".") in line
 
 # %% [markdown]

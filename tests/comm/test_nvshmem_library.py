@@ -176,9 +176,7 @@ def test_a_start_that_fails_names_the_pe_and_the_next_step() -> None:
 def test_a_pe_that_does_not_come_ends_the_wait() -> None:
     fake = FakeNvshmem()
     fake.others_came.clear()
-    with pytest.raises(
-        PeerTimeout, match=r"PE 1 waited 0\.05 s for all 3 PEs to start, and one"
-    ):
+    with pytest.raises(PeerTimeout, match=r"PE 1 waited 0\.05 s for all 3 PEs to start, and one"):
         library(fake).start(bytes(ID_BYTES), 1, 3, 0.05)
     fake.others_came.set()
 

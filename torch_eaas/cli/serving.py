@@ -182,7 +182,14 @@ def make_server(
     from torch_eaas.cli.device_serving import make_device_server
 
     return make_device_server(
-        experts, shape, options.pairs, config, monitor=monitor, model=model, load=load
+        experts,
+        shape,
+        options.pairs,
+        config,
+        transport=options.transport,
+        monitor=monitor,
+        model=model,
+        load=load,
     )
 
 
@@ -192,7 +199,7 @@ def _recorded(trace: Path | None) -> Iterator[None]:
     if trace is None:
         yield
         return
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         yield
     profiler.export_chrome_trace(str(trace))
 
