@@ -14,7 +14,7 @@ import torch
 from tests.conftest import FakeClock
 from tests.monitor.planned import wait_until
 from tests.served import WEIGHTS, D, I, K, batch, call, oracle
-from tests.served_slabs import SPEC, T, client_of, server_of, slab
+from tests.served_slabs import T, client_of, server_of, slab
 from torch_eaas.captured import Captured
 from torch_eaas.client_pairs import Connection
 from torch_eaas.client_pieces import Piece
