@@ -20,6 +20,7 @@ from benchmarks import gpu_path_latency as latency
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
     check_joins,
+    check_micro_batches,
     check_placements,
     check_tokens,
     in_one_process,
@@ -142,6 +143,8 @@ def _reason(error: EaasError) -> str:
 def _one_process(bench: Bench) -> None:
     with in_one_process(bench.scale.checked, bench.device) as ends:
         compared = check_tokens(ends) + check_fewer_tokens(ends)
+    with in_one_process(bench.scale.checked, bench.device, max_micro_batches=2) as ends:
+        compared += check_micro_batches(ends)
     with in_one_process(bench.scale.checked, bench.device, servers=2, combine="exact") as ends:
         compared += check_placements(ends, bench.scale.rounds)
         failed = ends.client.counters().get("failed_steps", 0)

@@ -167,6 +167,36 @@ def check_placements(ends: Ends, rounds: int) -> int:
 
 
 @torch.no_grad()
+def check_micro_batches(ends: Ends) -> int:
+    """Replay one graph in which two micro-batches are under way, each on a stream of its own."""
+    experts = [ends.experts(layer) for layer in range(ends.sizes.layers)]
+    given = [ends.batch(min(7, ends.sizes.max_tokens), seed) for seed in range(2)]
+    on_gpu = ends.device.type == "cuda"
+    streams = [torch.cuda.Stream(ends.device) for _ in given] if on_gpu else []
+
+    def both() -> list[list[Tensor]]:
+        outs = []
+        for index, batch in enumerate(given):
+            with ExitStack() as stack:
+                if on_gpu:
+                    streams[index].wait_stream(torch.cuda.current_stream(ends.device))
+                    stack.enter_context(torch.cuda.stream(streams[index]))
+                stack.enter_context(ends.client.micro_batch(index))
+                outs.append([layer(*batch) for layer in experts])
+        for stream in streams:
+            torch.cuda.current_stream(ends.device).wait_stream(stream)
+        return outs
+
+    step = CapturedStep(ends.client, both)
+    return sum(
+        ends.check(f"micro-batch {index}, layer {layer}", layer, given[index], out_TD)
+        for _ in range(2)
+        for index, outs in enumerate(step.run())
+        for layer, out_TD in enumerate(outs)
+    )
+
+
+@torch.no_grad()
 def check_joins(sizes: Sizes, device: torch.device) -> int:
     """Replay one graph while a second server comes and the first one leaves."""
     late = f"unix:@eaas-late-{os.getpid()}-{next(_NUMBERS)}"

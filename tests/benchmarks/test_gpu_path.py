@@ -18,6 +18,7 @@ from benchmarks.gpu_path import SMALL, Bench
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
     check_joins,
+    check_micro_batches,
     check_placements,
     check_tokens,
     in_one_process,
@@ -82,6 +83,12 @@ def test_experts_move_under_one_graph_and_their_old_holder_is_asked_once_more() 
         assert check_placements(ends, 2) == 5
         counters = ends.client.counters()
         assert counters["failed_steps"] == counters["refused_unknown_expert"] > 0
+
+
+def test_two_micro_batches_are_under_way_in_one_graph() -> None:
+    with in_one_process(QUICK, CPU, max_micro_batches=2) as ends:
+        # three layers of each of the two, in each of two replays
+        assert check_micro_batches(ends) == 2 * 2 * 3
 
 
 def test_a_server_comes_and_the_other_leaves_under_one_graph() -> None:

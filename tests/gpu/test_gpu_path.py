@@ -14,6 +14,7 @@ from benchmarks.gpu_path import PROFILED
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
     check_joins,
+    check_micro_batches,
     check_placements,
     check_tokens,
     in_one_process,
@@ -53,6 +54,11 @@ def test_one_graph_is_replayed_while_experts_move() -> None:
     with in_one_process(SIZES, GPU, servers=2, combine="exact") as ends:
         check_placements(ends, 10)
         assert ends.client.counters()["failed_steps"] > 0
+
+
+def test_two_micro_batches_on_forked_streams_are_one_graph() -> None:
+    with in_one_process(SIZES, GPU, max_micro_batches=2) as ends:
+        assert check_micro_batches(ends) == 2 * 2 * 3
 
 
 def test_a_server_comes_and_the_other_leaves_under_one_graph() -> None:
