@@ -8,6 +8,7 @@ it, since MPS ends all of its clients together.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,11 +19,14 @@ import torch
 from benchmarks import gpu_path_latency as latency
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
+    check_joins,
+    check_micro_batches,
     check_placements,
     check_tokens,
     in_one_process,
 )
 from benchmarks.gpu_path_ends import QUICK, IdleSlab, Sizes
+from benchmarks.gpu_path_nvshmem import answers_between_pes
 from benchmarks.gpu_path_processes import (
     DEEP,
     QUICK_DEEP,
@@ -35,7 +39,7 @@ from benchmarks.gpu_waits import calls_of, waits_in
 from benchmarks.harness import CannotMeasure, Options, figures
 from torch_eaas.captured_step import CapturedStep
 from torch_eaas.cli.report import Report
-from torch_eaas.errors import ConfigError, EaasError
+from torch_eaas.errors import EaasError
 from torch_eaas.expert_slab import ExpertSlab
 
 BUDGET_S = 360
@@ -108,36 +112,43 @@ def run(options: Options) -> Report:
 def measure(bench: Bench) -> Report:
     """Run all parts, as far as the time goes."""
     began = time.monotonic()
+    parts = [partial(part, bench) for part in (_one_process, _processes, _kills, _waits)]
+    parts += [partial(_latency, bench, wire) for wire in latency.wires()]
+    parts += [partial(part, bench) for part in (_between_processes, _nvshmem)]
     failed = 0
-    for part in (_one_process, _processes, _kills, _waits):
-        name = part.__name__.strip("_")
+    for part in parts:
+        key = (part.func.__name__.strip("_"), *part.args[1:])
+        if time.monotonic() - began > BUDGET_S:
+            bench.report.add_row("left out", *key, reason=f"{BUDGET_S} s were over")
+            continue
         try:
-            part(bench)
+            part()
         except EaasError as error:
             # no answer is not a wrong one: what else there is to find is found
             failed += 1
-            bench.report.add_row("failed", name, reason=f"{type(error).__name__}: {error}"[:400])
-        bench.report.add_row("seconds", name, so_far=round(time.monotonic() - began, 1))
-    bench.report.add_row("checks", failed=failed)
-    parts = [partial(_latency, bench, wire) for wire in latency.wires()]
-    parts += [partial(_between_processes, bench)]
-    for measure_part in parts:
-        if time.monotonic() - began < BUDGET_S:
-            measure_part()
-        else:
-            name = measure_part.func.__name__.strip("_")
-            reason = f"{BUDGET_S} s were over"
-            bench.report.add_row("left out", name, *measure_part.args[1:], reason=reason)
+            bench.report.add_row("failed", *key, reason=_reason(error))
+        seconds = round(time.monotonic() - began, 1)
+        bench.report.add_row("until", *key, seconds=seconds)
+        # where something hangs this tells what
+        print(f"gpu_path: {' '.join(key)} ended after {seconds} s", file=sys.stderr, flush=True)
+    bench.report.add_row("parts", failed=failed)
     _add_checks(bench.report)
     return bench.report
+
+
+def _reason(error: EaasError) -> str:
+    return f"{type(error).__name__}: {error}"[:400]
 
 
 def _one_process(bench: Bench) -> None:
     with in_one_process(bench.scale.checked, bench.device) as ends:
         compared = check_tokens(ends) + check_fewer_tokens(ends)
+    with in_one_process(bench.scale.checked, bench.device, max_micro_batches=2) as ends:
+        compared += check_micro_batches(ends)
     with in_one_process(bench.scale.checked, bench.device, servers=2, combine="exact") as ends:
         compared += check_placements(ends, bench.scale.rounds)
         failed = ends.client.counters().get("failed_steps", 0)
+    compared += check_joins(bench.scale.checked, bench.device)
     bench.report.add_row("checked", "streams", results=compared, replays_repeated=failed)
 
 
@@ -177,21 +188,18 @@ def _waits(bench: Bench) -> None:
 def _latency(bench: Bench, wire: str) -> None:
     scale, device = bench.scale, bench.device
     for name, slab in (("idle", IdleSlab), ("experts", ExpertSlab)):
-        try:
-            options = latency.options_of(wire)
-            with in_one_process(scale.measured, device, slab=slab, **options) as ends:
-                for count in scale.tokens:
-                    key = ("latency", wire, name, f"T{count}")
-                    times = latency.graph_seconds(ends, count, scale.replays)
-                    bench.report.add_row(*key, "graph", **figures([times]))
-                    if name == "idle":
-                        times = latency.eager_seconds(ends, count, scale.replays)
-                        bench.report.add_row(*key, "eager", **figures([times]))
-        except ConfigError as error:
-            bench.report.add_row("left out", f"latency {wire} {name}", reason=str(error)[:200])
+        options = latency.options_of(wire)
+        with in_one_process(scale.measured, device, slab=slab, **options) as ends:
+            for count in scale.tokens:
+                key = ("latency", wire, name, f"T{count}")
+                times = latency.graph_seconds(ends, count, scale.replays)
+                bench.report.add_row(*key, "graph", **figures([times]))
+                if name == "idle":
+                    times = latency.eager_seconds(ends, count, scale.replays)
+                    bench.report.add_row(*key, "eager", **figures([times]))
     for count in scale.tokens:
-        times = latency.floor_seconds(scale.measured, count, bench.rounds, device)
         if not bench.report.has_rows(("floor", f"T{count}")):
+            times = latency.floor_seconds(scale.measured, count, bench.rounds, device)
             bench.report.add_row("floor", f"T{count}", **figures([[s] for s in times]))
 
 
@@ -218,10 +226,20 @@ def _between_processes(bench: Bench) -> None:
                     replays=scale.replays if with_mps else max(2, scale.replays // 30),
                 )
         except EaasError as error:
-            bench.report.add_row("left out", f"processes {name}", reason=str(error)[:200])
+            bench.report.add_row("left out", f"processes {name}", reason=_reason(error))
             continue
         for count, times in found.items():
             bench.report.add_row("processes", name, f"T{count}", **figures([times]))
+
+
+def _nvshmem(bench: Bench) -> None:
+    """Try two PEs on this GPU; that they do not start is no failure."""
+    try:
+        with processes_with_mps(mps_runs()):
+            compared = answers_between_pes(bench.scale.checked, bench.device)
+        bench.report.add_row("checked", "nvshmem", results=compared)
+    except EaasError as error:
+        bench.report.add_row("left out", "two PEs", reason=_reason(error))
 
 
 def _add_checks(report: Report) -> None:
@@ -232,7 +250,7 @@ def _add_checks(report: Report) -> None:
     one, many = ("latency", "bf16", "idle", "T1"), ("latency", "bf16", "idle", "T64")
     floor, mps = ("floor", "T64"), ("processes", "with MPS", "T1")
     for name, formula, target, keys in (
-        ("failed_checks", "{0}.failed", "== 0", [("checks",)]),
+        ("failed_parts", "{0}.failed", "== 0", [("parts",)]),
         ("wrong_tokens", "{0}.wrong_tokens", "== 0", [kills]),
         ("waits_in_replays", "{0}.count", "== 0", [replays]),
         ("waits_per_step", "{0}.count / {0}.of", "<= 1", [steps]),

@@ -6,6 +6,8 @@ differs. On a CPU the same runs by the twins, with servers in threads.
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from benchmarks.gpu_path_ends import (
     TOLERANCE,
     Sizes,
     Weights,
+    await_pairs,
     local_layer,
     new_client,
     new_server,
@@ -34,6 +37,8 @@ from torch_eaas.remote_moe import RemoteExperts
 TOKENS = (0, 1, 7, 64, 256)
 PATIENT = {"graph_wait": timedelta(seconds=5), "request_timeout": timedelta(seconds=60)}
 """No wait ends early because somebody else has the GPU, or the cores."""
+
+_NUMBERS = itertools.count()
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -67,8 +72,9 @@ class Ends:
             return 1
         wanted = local_layer(self.sizes, self.weights, layer, *given)
         error, largest = float((got.double() - wanted).abs().max()), float(wanted.abs().max())
+        bound = max(TOLERANCE[self.sizes.storage], TOLERANCE[self.client.config.wire_dtype])
         # written so that NaN is wrong too
-        if not error <= TOLERANCE[self.sizes.storage] * largest:
+        if not error <= bound * largest:
             raise WrongResult(f"{what}: off by {error:.3g}, the largest number is {largest:.3g}")
         return 1
 
@@ -80,9 +86,10 @@ def in_one_process(
     *,
     servers: int = 1,
     slab: type[ExpertSlab] = ExpertSlab,
+    others: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[Ends]:
-    """Run servers, each of which holds every expert, and a client of theirs."""
+    """Run servers, each of which holds every expert, and a client of theirs, and of others."""
     weights = sizes.weights()
     transport = transport_for(device)
     config = sizes.config(**{**PATIENT, **options})
@@ -99,9 +106,9 @@ def in_one_process(
                 slab=slab,
             )
             running.append(stack.enter_context(server).serve_in_background())
-        addresses = [server.address for server in running]
+        addresses = [*(server.address for server in running), *others]
         client = new_client(sizes, config, addresses, device=device, transport=transport)
-        stack.enter_context(client)
+        await_pairs(stack.enter_context(client), servers)
         yield Ends(sizes=sizes, weights=weights, device=device, client=client, servers=running)
 
 
@@ -157,6 +164,61 @@ def check_placements(ends: Ends, rounds: int) -> int:
         slab.update({key: ends.weights[key] for key in moved})
         _check_bits(f"round {number}, experts back", step.run(), first)
     return 2 * rounds + 1
+
+
+@torch.no_grad()
+def check_micro_batches(ends: Ends) -> int:
+    """Replay one graph in which two micro-batches are under way, each on a stream of its own."""
+    experts = [ends.experts(layer) for layer in range(ends.sizes.layers)]
+    given = [ends.batch(min(7, ends.sizes.max_tokens), seed) for seed in range(2)]
+    on_gpu = ends.device.type == "cuda"
+    streams = [torch.cuda.Stream(ends.device) for _ in given] if on_gpu else []
+
+    def both() -> list[list[Tensor]]:
+        outs = []
+        for index, batch in enumerate(given):
+            with ExitStack() as stack:
+                if on_gpu:
+                    streams[index].wait_stream(torch.cuda.current_stream(ends.device))
+                    stack.enter_context(torch.cuda.stream(streams[index]))
+                stack.enter_context(ends.client.micro_batch(index))
+                outs.append([layer(*batch) for layer in experts])
+        for stream in streams:
+            torch.cuda.current_stream(ends.device).wait_stream(stream)
+        return outs
+
+    step = CapturedStep(ends.client, both)
+    return sum(
+        ends.check(f"micro-batch {index}, layer {layer}", layer, given[index], out_TD)
+        for _ in range(2)
+        for index, outs in enumerate(step.run())
+        for layer, out_TD in enumerate(outs)
+    )
+
+
+@torch.no_grad()
+def check_joins(sizes: Sizes, device: torch.device) -> int:
+    """Replay one graph while a second server comes and the first one leaves."""
+    late = f"unix:@eaas-late-{os.getpid()}-{next(_NUMBERS)}"
+    with in_one_process(sizes, device, others=[late], combine="exact") as ends:
+        given = ends.batch(min(64, sizes.max_tokens), 2)
+        step = CapturedStep(ends.client, _call(ends.experts(0), given))
+        first = step.run().clone()
+        compared = ends.check("one server", 0, given, first)
+        transport = transport_for(device)
+        with new_server(
+            *(sizes, ends.weights, ends.client.config),
+            name="late",
+            device=device,
+            transport=transport,
+            address=late,
+        ) as server:
+            server.serve_in_background()
+            await_pairs(ends.client, 2)
+            _check_bits("a server came", step.run(), first)
+            ends.servers[0].close()
+            _check_bits("the other left", step.run(), first)
+    return compared + 2
 
 
 def wrong_tokens(got: Tensor, wanted: Tensor) -> int:

@@ -23,6 +23,7 @@ from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig, ServerConfig, Storage
 from torch_eaas.device_client import DeviceClient
 from torch_eaas.device_server import DeviceServer
+from torch_eaas.errors import PeerTimeout
 from torch_eaas.expert_slab import ExpertSlab
 from torch_eaas.experts import ExpertWeights
 from torch_eaas.testing import random_experts
@@ -143,16 +144,28 @@ def new_client(
     device: torch.device,
     transport: Transport,
 ) -> DeviceClient:
-    """Return a client that has found a holder of every expert, and has a pair to every server."""
+    """Return a client that has found a holder of every expert."""
     client = DeviceClient(
         config, device=device, servers=addresses, transport=transport, max_servers=4, max_replicas=2
     )
     client.wait_ready(range(sizes.layers), sizes.num_experts, timedelta(seconds=PAIRS_S))
-    # it is ready as soon as each expert has one holder
-    deadline = time.monotonic() + PAIRS_S
-    while client._connections.closed and time.monotonic() < deadline:
-        time.sleep(0.01)
     return client
+
+
+def await_pairs(client: DeviceClient, count: int) -> None:
+    """Wait until so many pairs are open: a client is ready as soon as each expert has one holder.
+
+    Raises:
+        PeerTimeout: They were not within a minute.
+    """
+    deadline = time.monotonic() + PAIRS_S
+    while len(client._connections.live) < count:
+        if time.monotonic() > deadline:
+            raise PeerTimeout(
+                f"the client has {len(client._connections.live)} pairs within {PAIRS_S:g} s, "
+                f"not {count}"
+            )
+        time.sleep(0.01)
 
 
 def local_layer(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_path_checks import PATIENT, Ends, wrong_tokens
-from benchmarks.gpu_path_ends import Sizes, new_client, new_server, transport_for
+from benchmarks.gpu_path_ends import Sizes, await_pairs, new_client, new_server, transport_for
 from benchmarks.harness import WrongResult
 from benchmarks.workers import Worker
 from torch_eaas.captured_step import CapturedStep
@@ -119,7 +119,7 @@ def in_processes(
             device=device,
             transport=transport_for(device),
         )
-        stack.enter_context(client)
+        await_pairs(stack.enter_context(client), servers)
         ends = Ends(sizes=sizes, weights=sizes.weights(), device=device, client=client)
         yield ends, workers
 

@@ -35,8 +35,8 @@ def calls_of(replay: Callable[[], object], times: int) -> Counter[str]:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    # the profiler ends last: it waits for the device
-    with profile(activities=activities) as found, record_function(SPAN):
+    # the profiler ends last: it waits for the device; torch 2.11 warns unless events accumulate
+    with profile(activities=activities, acc_events=True) as found, record_function(SPAN):
         for _ in range(times):
             replay()
     with tempfile.TemporaryDirectory() as folder:

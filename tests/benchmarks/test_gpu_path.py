@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,23 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_path, gpu_path_processes
+from benchmarks import gpu_path
 from benchmarks import gpu_path_latency as latency
 from benchmarks.gpu_path import SMALL, Bench
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
+    check_joins,
+    check_micro_batches,
     check_placements,
     check_tokens,
     in_one_process,
     wrong_tokens,
 )
 from benchmarks.gpu_path_ends import QUICK, local_layer
-from benchmarks.gpu_path_processes import (
-    MPS_DIRECTORY,
-    QUICK_DEEP,
-    check_kills,
-    processes_with_mps,
-)
+from benchmarks.gpu_path_latency import wires
 from benchmarks.harness import WrongResult
 from torch_eaas.cli.report import Report
 from torch_eaas.errors import PeerGone
@@ -72,8 +68,11 @@ def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-def test_answers_of_every_size_are_compared_eager_captured_and_in_a_larger_graph() -> None:
-    with in_one_process(QUICK, CPU) as ends:
+@pytest.mark.parametrize("wire", wires())
+def test_answers_of_every_size_are_compared_eager_captured_and_in_a_larger_graph(
+    wire: str,
+) -> None:
+    with in_one_process(QUICK, CPU, wire_dtype=wire) as ends:
         # 0, 1 and 7 tokens, each called once and replayed three times
         assert check_tokens(ends) == 3 * 4
         assert check_fewer_tokens(ends) == 5
@@ -84,6 +83,16 @@ def test_experts_move_under_one_graph_and_their_old_holder_is_asked_once_more() 
         assert check_placements(ends, 2) == 5
         counters = ends.client.counters()
         assert counters["failed_steps"] == counters["refused_unknown_expert"] > 0
+
+
+def test_two_micro_batches_are_under_way_in_one_graph() -> None:
+    with in_one_process(QUICK, CPU, max_micro_batches=2) as ends:
+        # three layers of each of the two, in each of two replays
+        assert check_micro_batches(ends) == 2 * 2 * 3
+
+
+def test_a_server_comes_and_the_other_leaves_under_one_graph() -> None:
+    assert check_joins(EXACT, CPU) == 3
 
 
 def test_the_local_layer_is_each_tokens_weighted_experts() -> None:
@@ -121,13 +130,6 @@ def test_a_token_is_wrong_if_a_bit_is_other_or_not_a_number() -> None:
     assert wrong_tokens(got[:2], wanted) == 3
 
 
-def test_servers_killed_between_replays_and_within_one_cost_no_bit() -> None:
-    sizes = replace(QUICK_DEEP, storage="fp32", dtype=torch.float32)
-    found = check_kills(sizes, CPU, num_tokens=4, wait=SMALL.wait)
-    assert found.wrong_tokens == 0
-    assert min(found.usual_s, found.between_s, found.within_s) > 0
-
-
 def test_what_the_host_waits_for_is_a_row_and_a_check() -> None:
     bench = small_bench()
     gpu_path._waits(bench)
@@ -155,10 +157,6 @@ def test_latency_has_a_row_for_each_size_and_way(monkeypatch: pytest.MonkeyPatch
         ("floor", "T1"),
         ("floor", "T16"),
     }
-    gpu_path._latency(bench, "fp1")
-    assert (
-        "wire_dtype must be one of" in row(bench.report, "left out", "latency fp1 idle")["reason"]
-    )
 
 
 def test_a_request_is_the_graphs_time_over_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +168,7 @@ def test_a_request_is_the_graphs_time_over_its_requests(monkeypatch: pytest.Monk
 
 def test_targets_follow_from_the_rows() -> None:
     report = Report(name="gpu_path")
-    report.add_row("checks", failed=1)
+    report.add_row("parts", failed=1)
     report.add_row("kills", "L60", wrong_tokens=0)
     report.add_row("waits", "replays", count=0, of=100)
     report.add_row("waits", "steps", count=100, of=100)
@@ -181,7 +179,7 @@ def test_targets_follow_from_the_rows() -> None:
     gpu_path._add_checks(report)
     found = {check.name: (check.value, check.ok) for check in report.checks}
     assert found == {
-        "failed_checks": (1, False),
+        "failed_parts": (1, False),
         "wrong_tokens": (0, True),
         "waits_in_replays": (0, True),
         "waits_per_step": (1, True),
@@ -191,69 +189,31 @@ def test_targets_follow_from_the_rows() -> None:
     }
 
 
-@pytest.mark.parametrize("runs", [False, True], ids=["no daemon", "daemon"])
-def test_processes_are_measured_without_mps_and_with_it_where_it_runs(
-    runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str | None, int]] = []
-
-    def measure(*args: Any, tokens: Any, replays: int, **more: Any) -> dict[int, list[float]]:
-        asked.append((os.environ.get(MPS_DIRECTORY), replays))
-        if len(asked) == 2:
-            raise PeerGone("worker 7 ended with -11")
-        return {1: [2e-5]}
-
-    monkeypatch.setattr(gpu_path, "mps_runs", lambda: runs)
-    monkeypatch.setattr(latency, "seconds_between_processes", measure)
-    bench = small_bench()
-    gpu_path._between_processes(bench)
-    assert asked[0] == ("/nonexistent/no-mps", 2)
-    assert row(bench.report, "processes", "without MPS", "T1")["p50_us"] == 20
-    if runs:
-        assert asked[1] == (gpu_path_processes._GIVEN_DIRECTORY, SMALL.replays)
-        reason = row(bench.report, "left out", "processes with MPS")["reason"]
-        assert reason == "worker 7 ended with -11"
-    else:
-        reason = row(bench.report, "left out", "processes with MPS")["reason"]
-        assert "start it with nvidia-cuda-mps-control -d" in reason
-
-
-def test_mps_is_chosen_for_the_processes_that_are_started_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(gpu_path_processes, "_GIVEN_DIRECTORY", str(tmp_path))
-    monkeypatch.setenv(MPS_DIRECTORY, "before")
-    with processes_with_mps(True):
-        assert os.environ[MPS_DIRECTORY] == str(tmp_path)
-    assert os.environ[MPS_DIRECTORY] == "before"
-    assert not gpu_path_processes.mps_runs()
-    (tmp_path / "control").touch()
-    assert gpu_path_processes.mps_runs()
-
-
 def test_what_the_time_leaves_no_room_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_path, "BUDGET_S", -1)
-    bench = small_bench()
-    for name in ("_one_process", "_processes", "_kills", "_waits"):
-        monkeypatch.setattr(gpu_path, name, _named(name))
-    gpu_path.measure(bench)
-    left = [row["key"] for row in bench.report.rows if row["key"][0] == "left out"]
-    assert left == [
+    report = gpu_path.measure(small_bench())
+    assert [row["key"] for row in report.rows] == [
+        *(["left out", name] for name in ("one_process", "processes", "kills", "waits")),
         *(["left out", "latency", wire] for wire in latency.wires()),
-        ["left out", "between_processes"],
+        *(["left out", name] for name in ("between_processes", "nvshmem")),
+        ["parts"],
     ]
+    assert report.rows[0]["reason"] == "-1 s were over"
 
 
-def test_a_check_that_got_no_answer_fails_and_what_follows_is_measured(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_part_that_got_no_answer_fails_and_what_follows_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_path, "_one_process", _named("_one_process", PeerGone("it left")))
-    for name in ("_processes", "_kills", "_waits", "_latency", "_between_processes"):
+    for name in ("_processes", "_kills", "_waits", "_latency", "_between_processes", "_nvshmem"):
         monkeypatch.setattr(gpu_path, name, _named(name))
     report = gpu_path.measure(small_bench())
     assert row(report, "failed", "one_process")["reason"] == "PeerGone: it left"
+    assert f"gpu_path: nvshmem ended after {row(report, 'until', 'nvshmem')['seconds']} s" in (
+        capsys.readouterr().err
+    )
     assert [(check.name, check.value, check.ok) for check in report.checks] == [
-        ("failed_checks", 1, False)
+        ("failed_parts", 1, False)
     ]
 
 

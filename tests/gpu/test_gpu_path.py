@@ -13,15 +13,19 @@ import torch
 from benchmarks.gpu_path import PROFILED
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
+    check_joins,
+    check_micro_batches,
     check_placements,
     check_tokens,
     in_one_process,
 )
 from benchmarks.gpu_path_ends import Sizes
 from benchmarks.gpu_path_latency import wires
+from benchmarks.gpu_path_nvshmem import answers_between_pes
 from benchmarks.gpu_path_processes import DEEP, check_kills, in_processes
 from benchmarks.gpu_waits import calls_of, waits_in
 from torch_eaas.captured_step import CapturedStep, check_repeatable
+from torch_eaas.errors import TransportError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +56,15 @@ def test_one_graph_is_replayed_while_experts_move() -> None:
         assert ends.client.counters()["failed_steps"] > 0
 
 
+def test_two_micro_batches_on_forked_streams_are_one_graph() -> None:
+    with in_one_process(SIZES, GPU, max_micro_batches=2) as ends:
+        assert check_micro_batches(ends) == 2 * 2 * 3
+
+
+def test_a_server_comes_and_the_other_leaves_under_one_graph() -> None:
+    assert check_joins(SIZES, GPU) == 3
+
+
 def test_servers_killed_between_replays_and_within_one_cost_no_bit_of_60_layers() -> None:
     found = check_kills(DEEP, GPU, num_tokens=16)
     assert found.wrong_tokens == 0
@@ -70,3 +83,11 @@ def test_replays_call_nothing_that_waits_and_a_step_is_repeatable() -> None:
         assert waits_in(calls) == 0, calls
         assert sum(count for name, count in calls.items() if "GraphLaunch" in name) == PROFILED
         assert waits_in(calls_of(step.run, PROFILED)) <= PROFILED
+
+
+def test_two_pes_of_nvshmem_on_one_gpu_give_the_local_layers_answers() -> None:
+    try:
+        compared = answers_between_pes(SIZES, GPU)
+    except TransportError as error:
+        pytest.skip(f"NVSHMEM does not start two PEs on this GPU: {error}")
+    assert compared > 20
