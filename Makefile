@@ -5,11 +5,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-COMPUTING := tests/ops tests/protocol
+COMPUTING := tests/benchmarks tests/models tests/ops tests/protocol
 # several processes share few cores: OpenMP threads that spin would starve each other
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TRITON_INTERPRET ?= 1
+# pip compiles nothing: most modules are never imported, the others are compiled once and kept
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test lint computing serving clean
 
@@ -17,8 +19,8 @@ setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt setuptools torch triton
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt --no-build-isolation -e '.[test]'
+	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints-cpu.txt setuptools torch triton
+	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints-cpu.txt --no-build-isolation -e '.[test]'
 	touch $@
 
 demo: setup
@@ -32,7 +34,7 @@ lint: setup
 test: setup
 	$(MAKE) --jobs=2 computing serving
 
-# two lanes, a core for each: what only computes, and what starts processes and threads that wait
+# two lanes that take as long, a core for each: what mostly computes, and what mostly waits
 computing: lint
 	$(BIN)/pytest -p no:cacheprovider $(COMPUTING)
 

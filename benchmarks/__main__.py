@@ -48,6 +48,12 @@ CASES = (
         module="benchmarks.gpu_ops",
         tests=(),
     ),
+    Case(
+        name="gpu_path",
+        summary="requests by kernels on a GPU: answers, kills, and latency against plain copies",
+        module="benchmarks.gpu_path",
+        tests=(),
+    ),
 )
 
 if __name__ == "__main__":

@@ -141,7 +141,9 @@ def die(marks: Marks, kind: Kind, address: str, instance: int, step: DeathStep) 
     server = ServerInfo(
         name="server-0", instance=int(told["instance"], 16), address=address, holdings={}
     )
-    conn, _ = open_connection(transport, link, spec, server=server, pair=ClientPair(), hello=hello)
+    conn, _ = open_connection(
+        Connection, transport, link, spec, server=server, pair=ClientPair(), hello=hello
+    )
     if step == "pair open":
         _die(marks)
     slot = conn.take()

@@ -36,7 +36,7 @@ class SlotEcho(Echo):
     def __init__(self, side: Side, folder: Path, pipe: Pipe) -> None:
         self._transport = SharedMemoryTransport()
         self._controls: dict[int, ServerControl[ServerPair]] = {}
-        self._clients: dict[int, Connections] = {}
+        self._clients: dict[int, Connections[Connection]] = {}
         for width in WIDTHS:
             address = f"unix:{folder}/slots-{width}"
             if side == "server":
@@ -113,11 +113,11 @@ def _control(transport: SharedMemoryTransport, width: int) -> ServerControl[Serv
     )
 
 
-def _connect(transport: SharedMemoryTransport, width: int, address: str) -> Connections:
+def _connect(transport: SharedMemoryTransport, width: int, address: str) -> Connections[Connection]:
     config = ClientConfig(
         hidden_size=width, top_k=1, max_tokens=64, wire_dtype="bf16", reply_dtype="bf16"
     )
-    connections = Connections(config, CLIENT_INSTANCE, transport, time.monotonic)
+    connections = Connections(config, CLIENT_INSTANCE, transport, time.monotonic, Connection)
     server = ServerInfo(name="echo", instance=1, address=address, holdings={0: (0,)})
     connections.follow(Placement((server,), 1))
     connections.maintain(in_threads=False)

@@ -215,6 +215,8 @@ def _other_ops(device: torch.device) -> dict[str, Tensor]:
         for name, part in zip(("active", "offsets", "tiles", "totals"), lists, strict=True):
             found[f"group_shrink of {num_groups}, {name}"] = part
     found["quantize_rows"], found["quantize_rows, scales"] = ops.quantize_rows(x_MK)
+    stored = (part.to(device) for part in ops.quantize_blocks(x_MK.cpu(), (1, 128)))
+    found["dequantize_rows"] = ops.dequantize_rows(*stored, dtype=torch.float32)
     found["swiglu"] = ops.swiglu(x_MK)
     found["swiglu_quantize"], found["swiglu_quantize, scales"] = ops.swiglu_quantize(x_MK)
     packed = x_MK.repeat(4, 1)

@@ -131,7 +131,7 @@ def local(
         )
         config._experts_implementation = name
         with torch.device("meta"):
-            experts = DeepseekV3Experts(config)  # type: ignore[no-untyped-call]  # transformers
+            experts = DeepseekV3Experts(config)
         experts.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
         experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
         variants[name] = _spread(experts)

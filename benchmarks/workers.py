@@ -17,7 +17,7 @@ Target = Callable[..., None]
 
 
 class Worker:
-    """A spawned process at the other end of ``pipe``; a context manager that ends it.
+    """A process at the other end of ``pipe``; a context manager that ends it.
 
     Args:
         target: A module's function; it gets the pipe and ``args``, and returns when it ends.
@@ -26,7 +26,9 @@ class Worker:
     """
 
     def __init__(self, target: Target, args: Sequence[Any], *, cores: Sequence[int]) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        # one process imports torch and forks all others; it computes nothing
+        context.set_forkserver_preload(["torch"])
         self.pipe, child = context.Pipe()
         self._process = context.Process(
             target=_begin, args=(target, child, tuple(cores), tuple(args)), daemon=True
@@ -49,6 +51,11 @@ class Worker:
         except EOFError as error:
             self._process.join(5)
             raise PeerGone(f"{name} ended with {self._process.exitcode}") from error
+
+    def kill(self) -> None:
+        """End the process with SIGKILL."""
+        self._process.kill()
+        self._process.join(5)
 
     def close(self) -> None:
         """End the process; safe twice."""

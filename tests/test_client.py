@@ -87,7 +87,11 @@ def test_zero_tokens_and_tokens_without_experts_make_no_request() -> None:
             lambda x, i, w: (x, i.clone().fill_(-2), w),
             r"token 0: expert id -2 is not within 0 to 7",
         ),
-        (lambda x, i, w: (x.to("meta"), i, w), r"must be on the CPU, got meta"),
+        (
+            lambda x, i, w: (x.to("meta"), i, w),
+            r"layer 1: hidden states, ids and weights must be on the CPU or on one CUDA device, "
+            r"got cpu, cpu, meta",
+        ),
     ],
     ids=["hidden", "dtype", "ids", "weights", "id-high", "id-low", "device"],
 )

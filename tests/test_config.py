@@ -27,7 +27,7 @@ CONFIGS = pytest.mark.parametrize("config", [ClientConfig, ServerConfig, Monitor
             for name in ("hidden_size", "top_k", "max_tokens", "max_micro_batches")
             for bad in (0, 1.5)
         ),
-        (ClientConfig, {"wire_dtype": "fp8"}, "wire_dtype must be one of fp32, bf16, fp16, got"),
+        (ClientConfig, {"wire_dtype": "fp4"}, "wire_dtype must be one of fp32, bf16, fp16, fp8"),
         (ClientConfig, {"reply_dtype": "fp16"}, "reply_dtype must be one of fp32, bf16, got"),
         (ClientConfig, {"combine": "sum"}, "combine must be one of partial, exact, got 'sum'"),
         *(

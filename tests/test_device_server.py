@@ -69,6 +69,9 @@ def run_fp8(layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Ten
         ("bf16", "bf16", "fp32"),
         ("bf16", "fp32", "bf16"),
         ("fp8", "bf16", "bf16"),
+        ("fp32", "fp8", "fp32"),
+        ("bf16", "fp8", "bf16"),
+        ("fp8", "fp8", "fp32"),
     ],
 )
 def test_answers_are_a_host_driven_servers(
@@ -83,33 +86,39 @@ def test_answers_are_a_host_driven_servers(
         for layer in LAYERS:
             x, ids, w = batch(num_tokens, layer, low=-1)
             got = call(client, layer, x, ids, w)
+            assert got.dtype == x.dtype
+            x = {"fp32": x, "bf16": x.bfloat16().float(), "fp8": through_fp8(x)}[wire]
             if storage == "fp8":
-                expected = run_fp8(layer, x.bfloat16().float(), ids, w)
+                expected = run_fp8(layer, x, ids, w)
             else:
                 expected = run_pool(pool, layer, x, ids, w, per_expert=False)
-            assert got.dtype == x.dtype
             error = (got - expected).abs().max() / expected.abs().max()
             assert error < TOLERANCES[storage]
 
 
-@pytest.mark.parametrize("combine", ["partial", "exact"])
+@pytest.mark.parametrize(
+    ("combine", "wire"), [("partial", "fp32"), ("exact", "fp32"), ("partial", "fp8")]
+)
 @pytest.mark.parametrize("kernels", [False, True], ids=["twins", "kernels"])
 def test_whole_numbers_have_the_same_bits(
-    combine: Any, kernels: bool, monkeypatch: pytest.MonkeyPatch
+    combine: Any, wire: Any, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels:
         use_all_kernels(monkeypatch)
     weights = whole_weights()
     pool = pool_of("fp32", weights)
-    spec = spec_of(combine=combine)
+    spec = spec_of(combine=combine, wire_dtype=wire)
     with (
         server_of(slab(weights=weights), spec).serve_in_background() as server,
-        client_of(server, combine=combine) as client,
+        client_of(server, combine=combine, wire_dtype=wire) as client,
     ):
         _, ids, w = batch(3, 1, low=-1)
         w = torch.round(w * 4)
-        got = call(client, LAYERS[0], whole_tokens(3), ids, w)
-        rows = run_pool(pool, LAYERS[0], whole_tokens(3), ids, w, per_expert=True)
+        x = whole_tokens(3)
+        # the largest number, so the scale is 7 / 448 and fp8 has all of them
+        x[:, 1] = 7.0
+        got = call(client, LAYERS[0], x, ids, w)
+        rows = run_pool(pool, LAYERS[0], x, ids, w, per_expert=True)
         assert got.abs().max() > 1000
         assert torch.equal(got, rows.sum(1))
 

@@ -11,12 +11,11 @@ import torch
 
 from tests.served_slabs import SPEC, server_of, slab
 from torch_eaas.comm.window import local_window
-from torch_eaas.device_server import _default_transport
 from torch_eaas.device_server_iteration import DeviceIteration, IterationSizes
 from torch_eaas.device_server_pairs import DevicePair, PairRows
 from torch_eaas.device_stream import DeviceStream, Mark
-from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import Column, ServerTables
+from torch_eaas.ops.put_table import PutColumn
 
 
 class PlannedMark(Mark):
@@ -63,7 +62,7 @@ def instances(tables: ServerTables) -> list[int]:
 
 def test_rows_are_taken_given_back_and_taken_again_with_a_fresh_book() -> None:
     tables = ServerTables.empty(2, SPEC.slots)
-    rows = PairRows(tables, PlannedStream())
+    rows = PairRows(tables, torch.zeros(2, len(PutColumn), dtype=torch.int64), PlannedStream())
     first, second, third = pair(1), pair(2), pair(3)
     rows.apply((first, second))
     assert instances(tables) == [1, 2]
@@ -80,7 +79,7 @@ def test_rows_are_taken_given_back_and_taken_again_with_a_fresh_book() -> None:
 
 def test_a_window_stays_mapped_until_the_iterations_that_may_write_into_it_have_ended() -> None:
     tables, stream = ServerTables.empty(2, SPEC.slots), PlannedStream()
-    rows = PairRows(tables, stream)
+    rows = PairRows(tables, torch.zeros(2, len(PutColumn), dtype=torch.int64), stream)
     gone = pair(1)
     mapped = weakref.ref(gone.replies.owner)
     rows.apply((gone,))
@@ -105,15 +104,6 @@ def test_in_exact_mode_the_tile_does_not_depend_on_the_slab(slots: int, rows: in
     # 2048 rows in so many groups
     partial = DeviceIteration(made, IterationSizes(spec=SPEC, **sizes))
     assert partial._block_rows == rows
-
-
-def test_a_gpu_without_a_transport_of_its_own_is_refused() -> None:
-    class OnGpu:
-        device = torch.device("cuda", 0)
-
-    message = r"a server on cuda:0 needs a transport whose windows the GPU can map; give it one"
-    with pytest.raises(ConfigError, match=message):
-        _default_transport(OnGpu())  # type: ignore[arg-type]  # no GPU is here
 
 
 def test_a_server_fits_the_slots_that_one_block_can_scan() -> None:

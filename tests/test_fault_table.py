@@ -10,7 +10,8 @@ def test_every_test_that_the_page_names_exists() -> None:
     page = (ROOT / "docs" / "faults.md").read_text()
     named = set(re.findall(r"`(test_\w+)`", page))
     found: set[str] = set()
-    for path in (ROOT / "tests").rglob("test_*.py"):
+    tests = ROOT / "tests"
+    for path in (*tests.rglob("test_*.py"), *tests.rglob("*_contract.py")):
         found |= set(re.findall(r"def (test_\w+)\(", path.read_text()))
     assert len(named) > 30
     assert named <= found, sorted(named - found)

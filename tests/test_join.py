@@ -51,7 +51,7 @@ def test_a_handshake_that_fails_half_way_leaves_no_pair_no_window_and_no_link(
             if fails == "in the server":
                 patch.setattr(server._control, "make_pair", no_memory)
             else:
-                patch.setattr(client_pairs, "Connection", no_memory)
+                patch.setattr(client_pairs.Connection, "__init__", no_memory)
             # pytest keeps what is logged, with the error, and that keeps the frames' windows
             patch.setattr(logging.root.manager, "disable", logging.CRITICAL)
             client = Client(

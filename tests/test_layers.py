@@ -20,11 +20,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = (
     {"errors"},
     {"access"},
-    {"config"},
+    {"config", "capture"},
     # placement is pure and without torch; experts says in its terms what it holds
     {"protocol", "placement"},
     {"comm", "ops", "device"},
-    {"experts", "routers", "row_views", "spans"},
+    {"device_puts", "experts", "routers", "row_views", "spans"},
     {"monitor"},
     {"client", "server"},
     {"dbo"},
@@ -43,10 +43,24 @@ CLIENT = {
     "client_inputs",
     "client_pairs",
     "client_pieces",
+    "client_staging",
     "client_tickets",
     "client_turns",
 }
-CLIENT |= {"connections", "directory", "routing"}
+CLIENT |= {"connections", "control_tasks", "directory", "left_windows", "open_pair", "pair_keeper"}
+CLIENT |= {"routing"}
+CLIENT |= {
+    "captured_step",
+    "device_client",
+    "device_client_book",
+    "device_client_calls",
+    "device_client_eager",
+    "device_client_failover",
+    "device_client_pairs",
+    "device_client_staging",
+    "device_client_tables",
+    "device_client_words",
+}
 SERVER = {"server", "server_batch", "server_control", "server_drain", "server_loading"}
 SERVER |= {"server_base", "server_pairs", "server_path"}
 SERVER |= {"device_server", "device_server_counters", "device_server_iteration"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from torch_eaas.placement import Holdings, PlacedState, Placement, ServerInfo, share
-from torch_eaas.routing import LayerRoutes, mix
+from torch_eaas.routing import LayerRoutes, mix, mix_each
 
 LAYER, E = 3, 8
 
@@ -186,3 +186,22 @@ def test_mix_is_splitmix64_so_every_process_gets_the_same_numbers() -> None:
     assert mix(0) == splitmix64(0) == 0xE220A8397B1DCDAF
     assert mix(1, 2) == splitmix64((splitmix64(1) + 2) % 2**64)
     assert mix(2**64 - 1, 2**70) < 2**64
+
+
+def test_all_experts_of_a_layer_are_hashed_at_once_as_each_is_alone() -> None:
+    hashes = mix_each(2**64 - 1, LAYER, count=63).tolist()
+    assert hashes == [mix(2**64 - 1, LAYER, expert) for expert in range(63)]
+
+
+def test_each_experts_holders_are_all_that_are_as_good_and_begin_in_turn() -> None:
+    held = {"a": alone(range(6)), "b": alone(range(E)), "c": alone(range(4)), "d": alone(range(2))}
+    placement = placed(*(server(name, h) for name, h in held.items()))
+    routes = routes_of(placement, suspects=["d"], salt=11)
+    assert routes.holders_EH.shape == (E, 3)
+    for expert, row in enumerate(routes.holders_EH.tolist()):
+        holders = [i for i, name in enumerate("abc") if expert in held[name][LAYER]]
+        turn = mix(11, LAYER, expert) % len(holders)
+        assert row == holders[turn:] + holders[:turn] + [-1] * (3 - len(holders))
+    # who is suspect is asked for want of others alone
+    alone_d = routes_of(placed(server("d", alone(range(1)))), suspects=["d"])
+    assert alone_d.holders_EH.tolist() == [[0]] + [[-1]] * (E - 1)

@@ -192,6 +192,8 @@ def handshake(hand: ByHand, **changes: Any) -> dict[str, Any]:
         ({"fingerprint": "other"}, "wants model other, server s has abcd:fp32"),
         ({"spec": {"hidden_size": 32}}, "hidden size 32, server s has 24"),
         ({"spec": {"slots": 0}}, "slots must be an integer of at least 1"),
+        # as a peer refuses a format that came after it
+        ({"spec": {"wire_dtype": "fp4"}}, "wire_dtype must be one of .*, got 'fp4'"),
         ({"spec": {"combine": "most"}}, "combine must be one of partial, exact"),
         ({"spec": {"extra": 1}}, "a pair's spec has the fields"),
         ({"spec": {"max_tokens": 1 << 20}}, "at most 64 slots of 65536 tokens"),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.served import D, E, K, batch, oracle
+from tests.served import E, K, batch, oracle
 from tests.test_server import ByHand
 from torch_eaas.protocol.layout import REQUEST_HEADER, Status
 
@@ -42,10 +42,10 @@ FIELD_BITS = [64] * 5 + [32] * 3
 @given(data=st.data())
 def test_no_request_that_a_client_can_write_ends_the_server(data: st.DataObject) -> None:
     hand = ByHand()
-    client = hand.client(max_tokens=4)
+    draw: Any = data.draw
+    client = hand.client(max_tokens=4, wire_dtype=draw(st.sampled_from(["fp32", "fp8"])))
     conn = client._connections.live["s"]
     spec, at = conn.spec, conn.spec.request_slot(0)
-    draw: Any = data.draw
     word = draw(st.sampled_from([0x101, 0x101, 0x102]) | st.integers(0, (1 << 64) - 1))
     header = [client.instance, 1, word >> 8, 0, 10**9, 1, 4, 0]
     for field in draw(st.sets(st.integers(0, len(header) - 1), max_size=2)):
@@ -53,10 +53,10 @@ def test_no_request_that_a_client_can_write_ends_the_server(data: st.DataObject)
     REQUEST_HEADER.pack_into(conn._requests, at, *header)
     ids = draw(st.lists(IDS, min_size=4 * K, max_size=4 * K))
     struct.pack_into(f"<{4 * K}I", conn._requests, at + spec.ids_offset, *ids)
-    # weights and tokens of any bits: NaN and infinity are among them
-    size = 4 * D * 4
+    # weights, scales and tokens of any bits: NaN and infinity are among them
+    size = spec.request_slot_bytes - spec.weights_offset
     bits = draw(st.binary(min_size=size, max_size=size))
-    conn._requests[at + spec.hidden_offset : at + spec.hidden_offset + size] = bits
+    conn._requests[at + spec.weights_offset : at + spec.request_slot_bytes] = bits
     conn._request_words[0] = word
     answered = hand.server.step()
     if answered:

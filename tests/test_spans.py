@@ -23,7 +23,9 @@ def test_every_micro_batch_layer_and_server_has_its_spans_and_every_request_its_
         client = cluster.client()
         call(client, 1, *batch(4))
         before = client.counters()["requests"]
-        with profile(activities=[ProfilerActivity.CPU], experimental_config=everything) as prof:
+        with profile(
+            activities=[ProfilerActivity.CPU], experimental_config=everything, acc_events=True
+        ) as prof:
             DoubleBatchOverlap(client).map(lambda seed: call(client, 3, *batch(4, seed)), [1, 2])
         requests = client.counters()["requests"] - before
     found = names(prof)
@@ -46,6 +48,6 @@ def test_without_a_profiler_nothing_is_made() -> None:
 
 @pytest.mark.parametrize("layers", [{3}, {3, 1}], ids=str)
 def test_a_batch_of_several_layers_names_them_all(layers: set[int]) -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as prof, experts_span(layers):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof, experts_span(layers):
         assert is_profiling()
     assert names(prof) == {f"eaas::experts/L{'+'.join(str(layer) for layer in sorted(layers))}"}

@@ -30,7 +30,7 @@ REASONS = {
     ("cli/supervised.py", "self._process.poll()"): "looks, and does not wait",
     ("cli/supervisor.py", "process.poll()"): "looks, and does not wait",
     ("comm/unix_link.py", "select.poll()"): "makes a poll object, and waits for nothing",
-    ("comm/shared_memory.py", "self._socket.accept()"): "a thread of its own; close shuts it down",
+    ("comm/control_endpoint.py", "self._socket.accept()"): "a thread; close shuts it down",
     ("monitor/app.py", "asyncio.run(server.serve([sock]))"): "the monitor itself: signals end it",
     ("monitor/app.py", "asyncio.run(self._server.serve([self._sock]))"): "a thread; close ends it",
     ("monitor/bell.py", "self._event.wait()"): "wait_for around it has the timeout",

@@ -1,55 +1,64 @@
-"""A fixed list of launches, run again and again: a CUDA graph on a GPU, the calls on a CPU."""
+"""A fixed list of launches, replayed: a CUDA graph on a GPU, the calls themselves on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
 
-T = TypeVar("T")
+R = TypeVar("R")
 
 
-class Captured(Generic[T]):
-    """Work whose launches are recorded once and then replayed.
-
-    Everything that may change between replays is read from tensors, and ``outputs`` are the same
-    tensors each time: what a replay writes, the next one overwrites.
+class Captured(Generic[R]):
+    """What ``work`` launches, captured once and replayed as often as wanted.
 
     Args:
-        work: Launches, without a host sync; called ``warmups`` times and once more for the capture.
+        work: Launches kernels and returns tensors; it must not look at anything on the device. On a
+            GPU its tensors stay where they are, and each replay writes them anew.
         device: Where it runs.
-        warmups: Calls before the capture, so that every kernel is loaded; none on a CPU.
+        warmups: How often it runs before it is captured, so that every kernel is loaded and every
+            library has its workspace.
     """
 
     def __init__(
-        self, work: Callable[[], T], *, device: torch.device | str, warmups: int = 2
+        self, work: Callable[[], R], *, device: torch.device | str, warmups: int = 1
     ) -> None:
         self._work = work
+        self._device = torch.device(device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.device = torch.device(device)
-        if self.device.type == "cuda":
-            self.outputs = self._capture(warmups)
-        else:
-            self.outputs = work()
+        self.outputs: R
+        """What ``work`` returned; on a CPU, the last time that it ran."""
+        with side_stream(self._device):
+            for _ in range(warmups):
+                self.outputs = work()
+        if self._device.type == "cuda":
+            self._graph = torch.cuda.CUDAGraph()
+            # other threads open and close pairs meanwhile, and that is none of the capture's
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+            ):
+                self.outputs = work()
 
     def replay(self) -> None:
-        """Enqueue the launches on the current stream; on a CPU, run them."""
+        """Run everything again, in order with the current stream's work."""
         if self._graph is not None:
             self._graph.replay()
         else:
             self.outputs = self._work()
 
-    def _capture(self, warmups: int) -> T:
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            for _ in range(warmups):
-                self._work()
-        side.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        # other threads may allocate and copy meanwhile
-        with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
-            outputs = self._work()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        return outputs
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """Run on a stream of its own, as what comes before a capture must; nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)

@@ -6,10 +6,7 @@ Shape legend: T tokens, K experts per token, D hidden.
 from __future__ import annotations
 
 import atexit
-import logging
-import os
 import secrets
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,29 +14,22 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Self
 
-import numpy as np
 from torch import Tensor
 
+from torch_eaas.client_calls import Call
 from torch_eaas.client_engine import CallEngine
 from torch_eaas.client_inputs import check_finite, new_call
+from torch_eaas.client_pairs import Connection
+from torch_eaas.client_staging import Staging
 from torch_eaas.client_tickets import Tickets
 from torch_eaas.client_turns import ThreadTurn, Turn
-from torch_eaas.comm.shared_memory import SharedMemoryTransport
+from torch_eaas.comm.auto import transport_of
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
-from torch_eaas.connections import Connections
-from torch_eaas.directory import Directory
-from torch_eaas.errors import ConfigError, ExpertUnavailable
+from torch_eaas.errors import ConfigError
+from torch_eaas.pair_keeper import PairKeeper
 from torch_eaas.placement import Placement
 from torch_eaas.spans import span
-
-MAINTAIN_S = 0.05
-"""How often the background thread looks after the pairs."""
-
-CLOSE_S = 1.0
-"""How long ``close`` waits for that thread."""
-
-logger = logging.getLogger(__name__)
 
 
 class Client:
@@ -51,7 +41,8 @@ class Client:
         config: The client's options.
         servers: Control addresses of servers, if there is no monitor.
         monitor: URL of a monitor that says which servers there are.
-        transport: How servers are reached; the default is shared memory on this host.
+        transport: How servers are reached: a transport, the name of one, or ``"auto"``; the
+            default is shared memory on this host.
         instance: This life's id; by default a random one.
         clock: Seconds, monotonic; tests plan it.
         background: Keep pairs open from a thread; without it, call ``maintain``.
@@ -63,19 +54,33 @@ class Client:
         *,
         servers: Sequence[str] = (),
         monitor: str | None = None,
-        transport: Transport | None = None,
+        transport: Transport | str | None = None,
         instance: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         background: bool = True,
     ) -> None:
         self.config = config
         self.instance = instance if instance is not None else secrets.randbits(64) | 1
-        self._transport = transport or SharedMemoryTransport()
+        self._transport = transport_of(transport or "shared_memory")
         self._clock = clock
-        self._connections = Connections(config, self.instance, self._transport, clock)
-        self._tickets = Tickets()
-        self._thread_turn = ThreadTurn()
         self._counters: Counter[str] = Counter()
+        self._keeper = PairKeeper(
+            config,
+            self.instance,
+            Connection,
+            servers=servers,
+            monitor=monitor,
+            transport=self._transport,
+            clock=clock,
+            background=background,
+            counters=self.counters,
+        )
+        self._connections = self._keeper.connections
+        self._directory = self._keeper.directory
+        self._closed = self._keeper.stopped
+        self._tickets: Tickets[Call] = Tickets()
+        self._staging = Staging(config.name)
+        self._thread_turn = ThreadTurn()
         self._engine = CallEngine(
             config,
             self.instance,
@@ -84,24 +89,6 @@ class Client:
             clock=clock,
             counters=self._counters,
         )
-        self._directory = Directory(
-            self._connections,
-            self._transport,
-            servers=servers,
-            monitor=monitor,
-            config=config,
-            instance=self.instance,
-            counters=self.counters,
-        )
-        self._pid = os.getpid()
-        self._closed = threading.Event()
-        self._directory.refresh()
-        self._background = background
-        self._connections.maintain(in_threads=background)
-        self._thread: threading.Thread | None = None
-        if background:
-            self._thread = threading.Thread(target=self._maintain, name="eaas-pairs", daemon=True)
-            self._thread.start()
         # a thread that is inside torch when the interpreter ends would end the process hard
         atexit.register(self.close)
 
@@ -116,14 +103,7 @@ class Client:
         Raises:
             ExpertUnavailable: One has none when ``timeout`` is over; names it.
         """
-        deadline = self._clock() + timeout.total_seconds()
-        while True:
-            missing = self._missing(layers, num_experts)
-            if missing is None:
-                return
-            if self._clock() > deadline:
-                raise ExpertUnavailable(*missing, (), self._connections.why_missing())
-            time.sleep(0.01)
+        self._keeper.wait_ready(layers, num_experts, timeout)
 
     def dispatch(
         self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_experts: int
@@ -132,7 +112,8 @@ class Client:
 
         Args:
             layer: The layer, as the servers number it.
-            x_TD: Hidden states, ``(T, D)``, fp32, bf16 or fp16, on the CPU.
+            x_TD: Hidden states, ``(T, D)``, fp32, bf16 or fp16. From a GPU all three go through
+                pinned memory, and the call waits for the device.
             ids_TK: Expert ids, ``(T, K)``; -1 and ``num_experts`` mean "no expert".
             weights_TK: Final router weights, ``(T, K)``; nobody scales them again.
             num_experts: Experts of this layer.
@@ -142,8 +123,8 @@ class Client:
             is dropped uncombined, since an error came between, is given up at the next dispatch.
 
         Raises:
-            ConfigError: A shape, dtype or id does not fit, too many dispatches are under way, or
-                the client is closed.
+            ConfigError: A shape, dtype or id does not fit, too many dispatches are under way, the
+                client is closed, or the call is captured in a CUDA graph.
             ExpertUnavailable: No server holds an expert, and none came in ``recovery_timeout``.
         """
         started = self._clock()
@@ -151,7 +132,7 @@ class Client:
             raise ConfigError(f"client {self.config.name} is closed; open one for this layer")
         if self._tickets:
             self._tickets.forget_dropped()
-        call = new_call(self.config, layer, num_experts, x_TD, ids_TK, weights_TK)
+        call = new_call(self.config, layer, num_experts, x_TD, ids_TK, weights_TK, self._staging)
         if len(self._tickets) >= self.config.max_micro_batches:
             raise ConfigError(
                 f"{len(self._tickets)} dispatches wait for their combine; "
@@ -179,10 +160,11 @@ class Client:
             add: Added to the sum before it is cast, ``(T, D)``: the shared expert's output.
 
         Returns:
-            ``(T, D)``, of the dispatched dtype.
+            ``(T, D)``, of the dispatched dtype, where the hidden states were.
 
         Raises:
             AnomalyError: The sum has NaN or Inf, and ``detect_anomalies`` is set.
+            ConfigError: The ticket was combined before, or the call is captured in a CUDA graph.
             ExpertUnavailable: An expert's servers are all gone or late, and no other came in time.
             RequestRefused: A server refused the request as malformed.
         """
@@ -234,8 +216,7 @@ class Client:
 
     def maintain(self) -> None:
         """Open, re-open and close pairs now; a background thread does it otherwise."""
-        self._directory.tend()
-        self._connections.maintain(in_threads=self._background)
+        self._keeper.maintain()
 
     @property
     def placement(self) -> Placement:
@@ -244,34 +225,13 @@ class Client:
 
     def close(self) -> None:
         """End all pairs and leave the monitor; safe twice, and done at exit if it was forgotten."""
-        if not self._closed.is_set() and os.getpid() == self._pid:
-            self._closed.set()
+        if self._keeper.stop():
             atexit.unregister(self.close)
-            if self._thread is not None and self._thread is not threading.current_thread():
-                self._thread.join(CLOSE_S)
             self._tickets.close()
-            self._connections.close()
-            self._directory.close()
+            self._keeper.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _missing(self, layers: Sequence[int], num_experts: int) -> tuple[int, int] | None:
-        """Return the first (layer, expert) that no open server holds."""
-        every_E = np.arange(num_experts)
-        for layer in layers:
-            servers_E = self._connections.routes(layer, num_experts).choose(every_E)
-            if (servers_E < 0).any():
-                return layer, int(np.flatnonzero(servers_E < 0)[0])
-        return None
-
-    def _maintain(self) -> None:
-        while not self._closed.wait(MAINTAIN_S):
-            try:
-                self.maintain()
-            except Exception:
-                # this thread must outlive whatever a peer sends
-                logger.exception("client %s: keeping pairs failed", self.config.name)

@@ -1,12 +1,12 @@
 """One dispatch under way: its shares, their requests, and the sum of the answers.
 
-Shape legend: T tokens, K experts per token, D hidden, n tokens of one share.
+Shape legend: T tokens, K experts per token, D hidden, d scales per token, n tokens of one share.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -115,6 +115,7 @@ class Call:
         ids_TK: Expert ids, -1 for none.
         weights_TK: Router weights.
         dtype: The caller's dtype, which the result will have.
+        scales_Td: The tokens' scales, where the wire format has any.
     """
 
     def __init__(
@@ -125,10 +126,12 @@ class Call:
         ids_TK: IDS,
         weights_TK: NDArray[np.float32],
         dtype: torch.dtype,
+        scales_Td: NDArray[np.float32] | None = None,
     ) -> None:
         self.layer = layer
         self.num_experts = num_experts
         self.x_TD = x_TD
+        self.scales_Td = scales_Td
         self.ids_TK = ids_TK
         self.weights_TK = weights_TK
         self.dtype = dtype
@@ -143,6 +146,8 @@ class Call:
         """What the caller combines by; once it is gone, nobody will."""
         self.turn: Turn | None = None
         """Who dispatched it."""
+        self.send_home: Callable[[Tensor], Tensor] | None = None
+        """Brings the sum to where the caller's tensors are, if that is not the CPU."""
 
     @property
     def num_tokens(self) -> int:
@@ -195,6 +200,8 @@ class Call:
         sum_TD = self._sum_exact(hidden_size) if exact else self._sum_partial(hidden_size)
         if self.asked_TK is not None:
             sum_TD = sum_TD * self._scale(self.asked_TK)
+        if self.send_home is not None:
+            sum_TD = self.send_home(sum_TD)
         if add is not None:
             sum_TD = sum_TD + add.detach()
         # what one server alone answered still lies in its window

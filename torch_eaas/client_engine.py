@@ -50,7 +50,7 @@ class CallEngine:
         config: ClientConfig,
         instance: int,
         transport: Transport,
-        connections: Connections,
+        connections: Connections[Connection],
         *,
         clock: Callable[[], float],
         counters: Counter[str],
@@ -164,7 +164,9 @@ class CallEngine:
         budget_us = max(0, int((share.deadline - now) * 1e6))
         piece, version = request.piece, self._connections.placement.version
         request.conn, request.slot, request.sent_at = conn, slot, now
-        request.word = conn.send(slot, call.layer, call.x_TD, piece, budget_us, version)
+        request.word = conn.send(
+            slot, call.layer, call.x_TD, piece, budget_us, version, call.scales_Td
+        )
         call.waiting.append(request)
         self._counters["requests"] += 1
         return True

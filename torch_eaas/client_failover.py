@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_eaas.client_calls import Call, Sent, Share
+from torch_eaas.client_pairs import Connection
 from torch_eaas.client_pieces import IDS, Piece, split
 from torch_eaas.config import ClientConfig
 from torch_eaas.connections import Connections
@@ -47,7 +48,7 @@ class Failover:
     def __init__(
         self,
         config: ClientConfig,
-        connections: Connections,
+        connections: Connections[Connection],
         budget: HedgeBudget,
         *,
         counters: Counter[str],

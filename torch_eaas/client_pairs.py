@@ -1,22 +1,28 @@
 """A client's side of its pairs: handshake, frames written, answers read, pairs kept open.
 
-Shape legend: T tokens, K experts per token, D hidden.
+Shape legend: T tokens, K experts per token, D hidden, d scales per token.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from torch_eaas.client_pieces import Piece
 from torch_eaas.comm.transport import Json, Link, Transport
+from torch_eaas.comm.window import Window
+from torch_eaas.config import ClientConfig
 from torch_eaas.errors import HandshakeRefused
+from torch_eaas.open_pair import OpenPair
 from torch_eaas.placement import ServerInfo
 from torch_eaas.protocol.layout import (
+    PROTOCOL_VERSION,
     REPLY_HEADER,
     REQUEST_HEADER,
     WORD_BYTES,
@@ -24,14 +30,14 @@ from torch_eaas.protocol.layout import (
 )
 from torch_eaas.protocol.pairs import ClientPair
 from torch_eaas.protocol.slots import ClientSlots
-from torch_eaas.row_views import TORCH_DTYPES, RowViews
+from torch_eaas.row_views import NUMPY_DTYPES, TORCH_DTYPES, RowViews
 from torch_eaas.spans import is_profiling, mark
 
 CONTROL_TIMEOUT_S = 2.0
 """How long a control call may take."""
 
-NUMPY_DTYPES: dict[str, Any] = {"fp32": np.float32, "bf16": np.int16, "fp16": np.int16}
-"""How numpy sees the wire's numbers: it knows no bf16, and copies need none."""
+
+C = TypeVar("C", bound=OpenPair)
 
 
 class ReplyHeader(NamedTuple):
@@ -47,8 +53,8 @@ class ReplyHeader(NamedTuple):
     experts_us: int
 
 
-class Connection:
-    """One open pair as the client writes and reads it.
+class Connection(OpenPair):
+    """One open pair as the client's host writes and reads it.
 
     Args:
         server: The server at the other end.
@@ -56,8 +62,8 @@ class Connection:
         spec: What was agreed.
         instance: This client's instance id.
         epoch: The number of the window.
-        requests: The request window's bytes; this client writes them.
-        replies: The reply window's bytes; the server writes them.
+        requests: The request window; this client writes it.
+        replies: The reply window; the server writes it.
     """
 
     def __init__(
@@ -69,25 +75,17 @@ class Connection:
         pair: ClientPair,
         instance: int,
         epoch: int,
-        requests: memoryview,
-        replies: memoryview,
+        requests: Window,
+        replies: Window,
     ) -> None:
-        self.server, self.name, self.link, self.spec = server, server.name, link, spec
-        self.pair = pair
-        self.epoch = epoch
-        self.instance = instance
-        self.lost = False
-        self.silent_since: float | None = None
-        """Since when an answer that was given up is missing, as far as is known."""
-        self.late_before = 0
-        self.num_late = 0
-        """Answers that came after their request was given up: proof of life."""
+        super().__init__(server, link, spec, pair=pair, instance=instance, epoch=epoch)
         self.slots = ClientSlots(spec.slots)
         self.lock = threading.Lock()
-        self._requests, self._replies = requests, replies
+        # the views keep the memory
+        self._requests, self._replies = requests.view, replies.view
         num_words = spec.slots * WORD_BYTES
-        self._request_words = requests[:num_words].cast("Q")
-        self.reply_words = replies[:num_words].cast("Q")
+        self._request_words = self._requests[:num_words].cast("Q")
+        self.reply_words = self._replies[:num_words].cast("Q")
         bases = [spec.request_slot(slot) for slot in range(spec.slots)]
         shape_TK = (spec.max_tokens, spec.top_k)
         shape_TD = (spec.max_tokens, spec.hidden_size)
@@ -95,15 +93,32 @@ class Connection:
         self._bases = bases
         self._ids = [self._array(np.int32, shape_TK, b + spec.ids_offset) for b in bases]
         self._weights = [self._array(np.float32, shape_TK, b + spec.weights_offset) for b in bases]
+        shape_Td = (spec.max_tokens, spec.scales_per_token)
+        self._scales = [self._array(np.float32, shape_Td, b + spec.scales_offset) for b in bases]
         self._hidden_at = [b + spec.hidden_offset for b in bases]
         self._hidden = [self._array(wire, shape_TD, b + spec.hidden_offset) for b in bases]
         self._reply_bases = [spec.reply_slot(slot) for slot in range(spec.slots)]
         self._rows = RowViews(
-            replies,
+            self._replies,
             TORCH_DTYPES[spec.reply_dtype],
             spec.rows_shape,
             [base + spec.rows_offset for base in self._reply_bases],
         )
+
+    @property
+    @override
+    def num_free(self) -> int:
+        return self.slots.num_free
+
+    @property
+    @override
+    def num_given_up(self) -> int:
+        return self.slots.num_given_up
+
+    @property
+    @override
+    def num_in_use(self) -> int:
+        return self.slots.num_in_use
 
     def take(self) -> int | None:
         """Return a free slot, or None; late answers free the slots that were given up."""
@@ -112,8 +127,8 @@ class Connection:
             slot = self.slots.take()
         return slot
 
+    @override
     def reclaim(self) -> int:
-        """Free the slots whose late answer has come; such an answer is proof of life."""
         with self.lock:
             late = self.slots.reclaim(self.reply_words.tolist())
         self.num_late += late
@@ -132,6 +147,7 @@ class Connection:
         piece: Piece,
         budget_us: int,
         version: int,
+        scales_Td: NDArray[np.float32] | None = None,
     ) -> int:
         """Write a piece of the tokens ``x_TD`` as a request; return the word that will answer it.
 
@@ -151,6 +167,8 @@ class Connection:
             x_TD.take(rows_n, 0, self._hidden[slot][:num_tokens], "clip")
         self._ids[slot][:num_tokens] = piece.ids_nK
         self._weights[slot][:num_tokens] = piece.weights_nK
+        if scales_Td is not None:
+            scales_Td.take(rows_n, 0, self._scales[slot][:num_tokens], "clip")
         # stored last of all
         word = self.slots.post(slot)
         REQUEST_HEADER.pack_into(
@@ -194,7 +212,32 @@ class Connection:
         return flat.reshape(shape)
 
 
+def spec_of(config: ClientConfig) -> PairSpec:
+    """Return what a client wants of each of its pairs."""
+    return PairSpec(
+        hidden_size=config.hidden_size,
+        top_k=config.top_k,
+        slots=config.slots,
+        max_tokens=config.max_tokens,
+        wire_dtype=config.wire_dtype,
+        reply_dtype=config.reply_dtype,
+        combine=config.combine,
+    )
+
+
+def hello_of(config: ClientConfig, instance: int, epoch: int, fingerprint: str) -> Json:
+    """Return what a handshake says of a client."""
+    return {
+        "client": config.name,
+        "instance": f"{instance:016x}",
+        "epoch": epoch,
+        "protocol": PROTOCOL_VERSION,
+        "fingerprint": fingerprint,
+    }
+
+
 def open_connection(
+    make: Callable[..., C],
     transport: Transport,
     link: Link,
     spec: PairSpec,
@@ -202,10 +245,11 @@ def open_connection(
     server: ServerInfo,
     pair: ClientPair,
     hello: Json,
-) -> tuple[Connection, str]:
+) -> tuple[C, str]:
     """Open a pair by a handshake; return it and the server's fingerprint.
 
     Args:
+        make: Makes the pair, given both windows, which it must not close: ``Connection``.
         transport: Makes the reply window.
         link: A control connection to the server.
         spec: What the client wants.
@@ -217,14 +261,11 @@ def open_connection(
         HandshakeRefused: The server refused, or is another than the placement names.
         TransportError: It did not answer, or there is no memory.
     """
-    window = transport.create_window(spec.reply_bytes)
+    replies = transport.create_window(spec.reply_bytes)
+    windows: list[Window] = []
     try:
         body = {**hello, "spec": spec.to_json()}
-        answer, windows = link.call("handshake", body, [window], timeout=CONTROL_TIMEOUT_S)
-        replies = window.view
-    finally:
-        window.close()
-    try:
+        answer, windows = link.call("handshake", body, [replies], timeout=CONTROL_TIMEOUT_S)
         if answer.get("instance") != f"{server.instance:016x}":
             raise HandshakeRefused(
                 f"{server.address} is now instance {answer.get('instance')}, "
@@ -235,19 +276,18 @@ def open_connection(
                 f"{server.address}: a handshake's answer brings one window of "
                 f"{spec.request_bytes} bytes, got {[w.nbytes for w in windows]}"
             )
-        requests = windows[0].view
+        conn = make(
+            server,
+            link,
+            spec,
+            pair=pair,
+            instance=int(hello["instance"], 16),
+            epoch=hello["epoch"],
+            requests=windows[0],
+            replies=replies,
+        )
+        return conn, str(answer.get("fingerprint", ""))
     finally:
-        # the views keep the memory, and a refused attempt leaves no descriptor behind
-        for each in windows:
+        # what the pair took keeps the memory, and a refused attempt leaves no descriptor behind
+        for each in (replies, *windows):
             each.close()
-    conn = Connection(
-        server,
-        link,
-        spec,
-        pair=pair,
-        instance=int(hello["instance"], 16),
-        epoch=hello["epoch"],
-        requests=requests,
-        replies=replies,
-    )
-    return conn, str(answer.get("fingerprint", ""))

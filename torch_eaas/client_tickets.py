@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_eaas.client_calls import Call
 from torch_eaas.client_turns import Turn
 from torch_eaas.errors import ConfigError
 
@@ -17,27 +17,44 @@ BLOCK = 64
 """Tickets made at once: one tensor costs as much as many."""
 
 
-class Tickets:
+class UnderWay(Protocol):
+    """A call between dispatch and combine."""
+
+    ticket: weakref.ref[Tensor] | None
+    """What the caller combines by; once it is gone, nobody will."""
+    turn: Turn | None
+    """Who dispatched it."""
+
+    def release(self) -> None:
+        """Give up what the call still has of slots."""
+        ...
+
+
+C = TypeVar("C", bound=UnderWay)
+
+
+class Tickets(Generic[C]):
     """Calls under way, by the number in their ticket; whoever dispatches or combines may ask."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, C] = {}
         self._unused: deque[tuple[int, Tensor]] = deque()
         self._next_block = itertools.count(1, BLOCK)
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def issue(self, call: Call) -> Tensor:
+    def issue(self, call: C) -> Tensor:
         """Return a new ticket for a call, an int64 tensor of one element."""
         number, ticket = self._next()
         call.ticket = weakref.ref(ticket)
         self._calls[number] = call
         return ticket
 
-    def redeem(self, ticket: Tensor) -> Call:
+    def redeem(self, ticket: Tensor) -> C:
         """Return a ticket's call and use the ticket up; ConfigError if it is used up already."""
-        number = int(ticket)
+        # not by torch's means of reading a device: where those are forbidden, this is none
+        number = int(ticket.numpy()[0])
         call = self._calls.pop(number, None)
         if call is None:
             raise ConfigError(f"ticket {number} is not under way; combine takes each one once")
@@ -74,5 +91,5 @@ class Tickets:
             except IndexError:
                 # two threads may both come here: then there are two blocks
                 start = next(self._next_block)
-                block = torch.arange(start, start + BLOCK).view(BLOCK, 1).unbind()
+                block = torch.arange(start, start + BLOCK, device="cpu").view(BLOCK, 1).unbind()
                 self._unused.extend(enumerate(block, start))

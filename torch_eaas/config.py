@@ -9,8 +9,8 @@ from typing import Literal, get_args
 from torch_eaas.access import OPEN, Access
 from torch_eaas.errors import ConfigError
 
-WireDtype = Literal["fp32", "bf16", "fp16"]
-"""Number formats of hidden states on the wire."""
+WireDtype = Literal["fp32", "bf16", "fp16", "fp8"]
+"""Number formats of hidden states on the wire; ``fp8`` is e4m3, with a scale for each 128."""
 
 ReplyDtype = Literal["fp32", "bf16"]
 """Number formats of the answers' rows."""
@@ -60,13 +60,15 @@ class ClientConfig:
     """How messages, metrics and the monitor call this client."""
 
     max_tokens: int = 128
-    """Most tokens in one request; a larger batch is split into several requests."""
+    """Most tokens in one request; a larger batch is split into several requests, but on the device
+    path, where it is refused."""
 
     max_micro_batches: int = 3
     """Most dispatches that may be under way at once. Each pair has one slot more."""
 
     wire_dtype: WireDtype = "fp32"
-    """Format of hidden states that travel to a server; ``fp32`` loses nothing of any input."""
+    """Format of hidden states that travel to a server; ``fp32`` loses nothing of any input, and
+    ``fp8`` all but 4 significant bits of each number."""
 
     reply_dtype: ReplyDtype = "fp32"
     """Format of the answers' rows."""
@@ -91,6 +93,10 @@ class ClientConfig:
     """How long a layer waits for a holder of an expert whose holders are all dead, leaving, or
     late by more than ``request_timeout``."""
 
+    graph_wait: timedelta = timedelta(milliseconds=20)
+    """On the device path, how long one wait on the device lasts: there is no hedging within a
+    captured step, so this is what a server that hangs or dies costs, once a step."""
+
     on_missing: Literal["raise", "drop"] = "raise"
     """What then happens: ``ExpertUnavailable``, or the token's other experts make up for it."""
 
@@ -109,7 +115,8 @@ class ClientConfig:
         check_choice("reply_dtype", self.reply_dtype, ReplyDtype)
         check_choice("combine", self.combine, Combine)
         check_choice("on_missing", self.on_missing, Literal["raise", "drop"])
-        for name in ("request_timeout", "first_request_timeout", "recovery_timeout"):
+        durations = ("request_timeout", "first_request_timeout", "recovery_timeout", "graph_wait")
+        for name in durations:
             check_positive(name, getattr(self, name))
         if self.hedge_after is not None:
             check_positive("hedge_after", self.hedge_after)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Generic
 
-from torch_eaas.client_pairs import CONTROL_TIMEOUT_S, Connection, open_connection
-from torch_eaas.comm.transport import Json, Link, Transport
+from torch_eaas.client_pairs import CONTROL_TIMEOUT_S, C, hello_of, open_connection, spec_of
+from torch_eaas.comm.transport import Link, Transport
 from torch_eaas.config import ClientConfig
-from torch_eaas.errors import TransportError
+from torch_eaas.control_tasks import ControlTasks
+from torch_eaas.errors import PeerTimeout, TransportError
+from torch_eaas.left_windows import LeftWindows
 from torch_eaas.placement import Placement, ServerInfo
-from torch_eaas.protocol.layout import PROTOCOL_VERSION, PairSpec
 from torch_eaas.protocol.pairs import ClientPair
 from torch_eaas.routing import LayerRoutes
 
@@ -24,7 +25,7 @@ CLOSE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class Connections:
+class Connections(Generic[C]):
     """The open pairs of one client, and what it thinks of each server.
 
     ``live`` and ``placement`` are replaced as a whole, so the data path reads them without a lock;
@@ -35,6 +36,7 @@ class Connections:
         instance: The client's instance id.
         transport: Reaches the servers.
         clock: Seconds, monotonic.
+        make: Makes an open pair of its two windows: ``Connection``.
     """
 
     def __init__(
@@ -43,28 +45,23 @@ class Connections:
         instance: int,
         transport: Transport,
         clock: Callable[[], float],
+        make: Callable[..., C],
     ) -> None:
         self._config = config
         self._instance = instance
         self._transport = transport
         self._clock = clock
-        self._spec = PairSpec(
-            hidden_size=config.hidden_size,
-            top_k=config.top_k,
-            slots=config.slots,
-            max_tokens=config.max_tokens,
-            wire_dtype=config.wire_dtype,
-            reply_dtype=config.reply_dtype,
-            combine=config.combine,
-        )
+        self._make = make
+        self._spec = spec_of(config)
         self._lock = threading.Lock()
         self._pairs: dict[int, ClientPair] = {}
         self._ended: list[Link] = []
-        self._busy: set[int] = set()
+        self._tasks = ControlTasks()
+        self.left = LeftWindows()
         self._closed = False
         self.fingerprint = config.fingerprint
         self.placement = Placement()
-        self.live: dict[str, Connection] = {}
+        self.live: dict[str, C] = {}
         self.changes = 0
         self.placement_is_stale = False
         self.refusals: dict[str, str] = {}
@@ -75,7 +72,7 @@ class Connections:
     def suspects(self) -> list[str]:
         """The servers to ask only while nobody else holds an expert: heard last, first."""
         suspects = [conn for conn in self.live.values() if conn.pair.suspect]
-        suspects.sort(key=lambda conn: (not conn.slots.num_free, -conn.pair.heard_at))
+        suspects.sort(key=lambda conn: (not conn.num_free, -conn.pair.heard_at))
         return [conn.name for conn in suspects]
 
     def routes(self, layer: int, num_experts: int) -> LayerRoutes:
@@ -128,7 +125,7 @@ class Connections:
         Never on the data path. Control calls may take seconds where a server hangs, so each
         server has a thread for its own, or all wait their turn here.
         """
-        self._close_links()
+        self._close_links(self.left.forget_harmless())
         for conn in list(self.live.values()):
             if conn.link.closed:
                 self.lose(conn)
@@ -137,26 +134,30 @@ class Connections:
         for server in self.placement.servers:
             pair = self._pairs.setdefault(server.instance, ClientPair())
             live = self.live.get(server.name)
-            if live is None and pair.may_open(now):
-                self._run(in_threads, server.instance, partial(self._open, server, pair))
+            if live is None and pair.may_open(now) and not self.left.holds_up(server.instance):
+                self._tasks.run(in_threads, server.instance, partial(self._open, server, pair))
             elif live is not None and self._is_stuck(live, now):
-                self._run(in_threads, server.instance, partial(self._retire, live))
+                self._tasks.run(in_threads, server.instance, partial(self._retire, live))
 
-    def lose(self, conn: Connection) -> None:
-        """Note that a server is gone: its pair is of no more use. Does not block."""
+    def lose(self, conn: C, *, is_gone: bool = True) -> None:
+        """Leave a pair: its server is gone, or (``is_gone`` False) late beyond all patience.
+
+        Does not block. The next handshake is the probe that brings back who only hung.
+        """
         with self._lock:
             if conn.lost:
                 return
             conn.lost = True
-            self._ended.append(conn.link)
+            self._leave(conn)
             self._remove(conn)
             # a newer window of the same pair may be open by now
             if conn.pair.open_epoch == conn.epoch:
-                conn.pair.retire()
+                conn.pair.leave(in_vain=not is_gone and not conn.was_heard)
                 conn.pair.refused(self._clock(), random.random())
-        logger.warning("client %s: server %s is gone", self._config.name, conn.name)
+        what = "is gone" if is_gone else "hangs, or is cut off; its window is left"
+        logger.warning("client %s: server %s %s", self._config.name, conn.name, what)
 
-    def suspect(self, conn: Connection) -> None:
+    def suspect(self, conn: C) -> None:
         """Ask this server only while nobody else holds an expert."""
         with self._lock:
             if conn.pair.suspect:
@@ -166,7 +167,7 @@ class Connections:
             self.changes += 1
         logger.warning("client %s: server %s is late", self._config.name, conn.name)
 
-    def heard(self, conn: Connection, now: float) -> None:
+    def heard(self, conn: C, now: float) -> None:
         """Note an answer: the server lives and is no longer suspect."""
         conn.pair.heard, conn.pair.heard_at = True, now
         if conn.pair.suspect:
@@ -179,81 +180,82 @@ class Connections:
         """End all pairs."""
         with self._lock:
             self._closed = True
-            self._ended.extend(conn.link for conn in self.live.values())
-            self.live = {}
+            live, self.live = self.live, {}
             self.changes += 1
-        self._close_links()
-        deadline = time.monotonic() + CLOSE_S
-        while self._busy and time.monotonic() < deadline:
-            time.sleep(0.005)
+        for conn in live.values():
+            if conn.must_confirm:
+                self._confirm(conn, conn.pair.retire())
+            with self._lock:
+                self._leave(conn)
+        self._close_links(self.left.close())
+        self._tasks.wait(CLOSE_S)
 
-    def _run(self, in_thread: bool, instance: int, task: Callable[[], None]) -> None:
-        """Run a control task of one server, unless one is under way."""
-        if instance in self._busy:
-            return
-        self._busy.add(instance)
-
-        def run() -> None:
-            try:
-                task()
-            finally:
-                self._busy.discard(instance)
-
-        if in_thread:
-            threading.Thread(target=run, name="eaas-handshake", daemon=True).start()
-        else:
-            run()
-
-    def _remove(self, conn: Connection) -> None:
+    def _remove(self, conn: C) -> None:
         """Take a connection off the live ones; the caller holds the lock."""
         self.live = {name: c for name, c in self.live.items() if c is not conn}
         self.changes += 1
 
-    def _close_links(self) -> None:
+    def _close_links(self, more: Sequence[Link] = ()) -> None:
         with self._lock:
             ended, self._ended = self._ended, []
-        for link in ended:
+        for link in (*ended, *more):
             link.close()
 
     def _forget_left(self) -> None:
         """End the pairs of servers that have left the placement, once nobody waits for them."""
         wanted = {server.instance for server in self.placement.servers}
         for conn in list(self.live.values()):
-            if conn.server.instance not in wanted and conn.slots.num_in_use == 0:
+            if conn.server.instance not in wanted and conn.num_in_use == 0:
                 with self._lock:
                     self._remove(conn)
-                    self._ended.append(conn.link)
+                    self._leave(conn)
         for instance in set(self._pairs) - wanted:
             if all(conn.server.instance != instance for conn in self.live.values()):
                 self._pairs.pop(instance, None)
 
-    def _is_stuck(self, conn: Connection, now: float) -> bool:
+    def _is_stuck(self, conn: C, now: float) -> bool:
         """Return whether a window should be replaced: an answer has not come to it for long."""
         conn.reclaim()
         late, conn.late_before = conn.num_late > conn.late_before, conn.num_late
         if late and conn.pair.suspect:
             self.heard(conn, now)
-        if late or not conn.slots.num_given_up:
+        if late or not conn.num_given_up:
             conn.silent_since = None
             return False
         if conn.silent_since is None:
             conn.silent_since = now
         patience = self._config.request_timeout.total_seconds()
-        return now - conn.silent_since > patience and conn.slots.num_in_use == 0
+        return now - conn.silent_since > patience and conn.num_in_use == 0
 
-    def _retire(self, conn: Connection) -> None:
+    def _retire(self, conn: C) -> None:
         """Leave a window; a new one follows when the server can be talked to."""
         with self._lock:
             self._remove(conn)
             epoch = conn.pair.retire()
+        self._confirm(conn, epoch)
+        with self._lock:
+            self._leave(conn)
+        self._close_links()
+
+    def _confirm(self, conn: C, epoch: int) -> None:
+        """Let the server confirm that it writes into this window no more."""
         body = {"instance": f"{self._instance:016x}", "epoch": epoch}
         try:
             conn.link.call("close", body, timeout=CONTROL_TIMEOUT_S)
         except TransportError as error:
             # the memory stays as it is: a late write lands in it, and nobody looks there
+            conn.was_cut |= isinstance(error, PeerTimeout)
             conn.pair.refused(self._clock(), random.random())
             logger.warning("client %s: window %d: %s", self._config.name, epoch, error)
-        conn.link.close()
+        else:
+            conn.is_confirmed = True
+
+    def _leave(self, conn: C) -> None:
+        """Have the link closed, and the memory kept as long as the server may write there."""
+        if conn.must_confirm and not conn.is_confirmed:
+            self.left.add(conn)
+        else:
+            self._ended.append(conn.link)
 
     def _open(self, server: ServerInfo, pair: ClientPair) -> None:
         epoch = pair.next_epoch()
@@ -262,9 +264,12 @@ class Connections:
             link = self._transport.dial(
                 server.address, CONTROL_TIMEOUT_S, self._config.access.token
             )
-            hello = self._hello(epoch)
+            hello = hello_of(self._config, self._instance, epoch, self.fingerprint)
             conn, fingerprint = open_connection(
-                self._transport, link, self._spec, server=server, pair=pair, hello=hello
+                *(self._make, self._transport, link, self._spec),
+                server=server,
+                pair=pair,
+                hello=hello,
             )
         except Exception as error:
             # an attempt that fails in any way leaves nothing behind, and is made again
@@ -288,13 +293,3 @@ class Connections:
                 self.changes += 1
         if self._closed:
             self._close_links()
-
-    def _hello(self, epoch: int) -> Json:
-        """Return what a handshake says of this client."""
-        return {
-            "client": self._config.name,
-            "instance": f"{self._instance:016x}",
-            "epoch": epoch,
-            "protocol": PROTOCOL_VERSION,
-            "fingerprint": self.fingerprint,
-        }

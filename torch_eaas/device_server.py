@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from torch_eaas.comm.shared_memory import SharedMemoryTransport
+from torch_eaas.comm.auto import transport_of
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ServerConfig
 from torch_eaas.device_server_iteration import IterationSizes
@@ -36,7 +36,8 @@ class DeviceServer(Server[DevicePair]):
         config: The server's options.
         max_requests: Most requests of one iteration.
         wait_us: How long an iteration waits for a request, in microseconds of the GPU.
-        transport: How clients reach it; on a CPU the default is shared memory on this host.
+        transport: How clients reach it: a transport whose windows the slab's device can use, the
+            name of one, or ``"auto"``, which is the default.
         monitor: URL of the monitor to join, if any.
         model: The whole model that these experts belong to, told to the monitor.
         load: Adds experts that the monitor asks for; see ``ExpertServer``.
@@ -63,7 +64,7 @@ class DeviceServer(Server[DevicePair]):
         *,
         max_requests: int = MAX_REQUESTS,
         wait_us: int = 50,
-        transport: Transport | None = None,
+        transport: Transport | str | None = None,
         monitor: str | None = None,
         model: ModelInfo | None = None,
         load: Load | None = None,
@@ -76,7 +77,7 @@ class DeviceServer(Server[DevicePair]):
                 f"the spec has hidden size {spec.hidden_size} and the slab {slab.hidden_size}; "
                 f"both are the model's"
             )
-        transport = transport or _default_transport(slab)
+        transport = transport_of(transport or "auto", device=str(slab.device))
         sizes = IterationSizes(
             spec=spec,
             max_pairs=config.max_pairs,
@@ -92,12 +93,3 @@ class DeviceServer(Server[DevicePair]):
             member=Membership(monitor=monitor, model=model, load=load, instance=instance),
             clock=clock,
         )
-
-
-def _default_transport(slab: ExpertSlab) -> Transport:
-    if slab.device.type == "cpu":
-        return SharedMemoryTransport()
-    raise ConfigError(
-        f"a server on {slab.device} needs a transport whose windows the GPU can map; "
-        f"give it one, as transport="
-    )

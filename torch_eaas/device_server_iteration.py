@@ -4,7 +4,7 @@ Which launches there are and their shapes never change; what they do follows fro
 in device memory. So they are captured once and replayed.
 
 Shape suffixes: P pairs, S slots of a pair, R requests, T tokens of a request, K experts per token,
-D hidden, N packed rows.
+D hidden, d FP8 scales of a token, N packed rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_eaas.config import check_at_least
+from torch_eaas.device_puts import Puts
 from torch_eaas.device_stream import Mirror
 from torch_eaas.expert_slab import ExpertSlab
 from torch_eaas.ops.answer_counts import NUM_COUNTERS, count_answers
@@ -23,6 +24,7 @@ from torch_eaas.ops.combining import combine_rows
 from torch_eaas.ops.gemm_config import choose_block_rows
 from torch_eaas.ops.packing import pack
 from torch_eaas.ops.pair_table import ServerTables
+from torch_eaas.ops.put_table import NO_PUT
 from torch_eaas.ops.read_hidden import read_hidden
 from torch_eaas.ops.read_requests import Requests, read_requests
 from torch_eaas.ops.slot_scan import check_scanned, scan_slots
@@ -77,13 +79,18 @@ class DeviceIteration:
     Args:
         slab: The experts.
         sizes: What is captured.
+        puts: The stage that sends what was staged, where stores do not reach clients.
     """
 
-    def __init__(self, slab: ExpertSlab, sizes: IterationSizes) -> None:
+    def __init__(self, slab: ExpertSlab, sizes: IterationSizes, puts: Puts | None = None) -> None:
         spec, device = sizes.spec, slab.device
         self._slab = slab
         self._sizes = sizes
         self.tables = ServerTables.empty(sizes.max_pairs, spec.slots, device)
+        self.puts_PQ = torch.tensor([NO_PUT] * sizes.max_pairs, device=device)
+        """The table of puts."""
+        self._puts = puts
+        self._open_gate = _zeros(device, torch.int64)
         self.version = Mirror(_zeros(device, torch.int64), slab.stream)
         """The newest placement that the server knows."""
         self.draining = Mirror(_zeros(device, torch.int32), slab.stream)
@@ -91,7 +98,7 @@ class DeviceIteration:
         self.counters_C = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
         self.now = _zeros(device, torch.int64)
         """The device's clock in us, as the iteration began."""
-        self._started, self._ended = torch.zeros_like(self.now), torch.zeros_like(self.now)
+        self._ended = torch.zeros_like(self.now)
         self._texts_XB = refusal_texts(device)
         self._arrivals_R = torch.zeros(sizes.max_requests, dtype=torch.int32, device=device)
         self._x_RTD = torch.zeros(
@@ -99,6 +106,10 @@ class DeviceIteration:
             dtype=TORCH_DTYPES[spec.wire_dtype],
             device=device,
         )
+        self._scales_RTd: Tensor | None = None
+        if spec.wire_dtype == "fp8":
+            shape = (*self._x_RTD.shape[:2], spec.scales_per_token)
+            self._scales_RTd = torch.zeros(shape, device=device)
         self._block_rows = EXACT_BLOCK_ROWS
         if spec.combine != "exact":
             self._block_rows = choose_block_rows(sizes.capacity, slab.num_slots)
@@ -107,7 +118,7 @@ class DeviceIteration:
         """Enqueue one iteration on the current stream."""
         sizes, spec = self._sizes, self._sizes.spec
         read_clock(self.now)
-        ready_R, tokens_R, _ = scan_slots(
+        ready_R, tokens_R, _, started = scan_slots(
             self.tables,
             self.now,
             sizes.max_requests,
@@ -116,11 +127,10 @@ class DeviceIteration:
             wait_us=sizes.wait_us,
             looks=_ENOUGH_LOOKS if self.now.is_cuda else 1,
         )
-        read_clock(self._started)
         requests = read_requests(
             self.tables,
             ready_R,
-            self._started,
+            started,
             self.draining.device,
             self._slab.table,
             max_tokens=spec.max_tokens,
@@ -128,30 +138,38 @@ class DeviceIteration:
             tokens_R=tokens_R,
         )
         rows_ND = self._compute(ready_R, requests)
-        read_clock(self._ended)
         write_replies(
             self.tables,
             Answers(ready_R, requests.statuses_R, requests.num_tokens_R, rows_ND),
             self._texts_XB,
             self._arrivals_R,
-            started=self._started,
-            now=self._ended,
+            started=started,
             version=self.version.device,
             rows_per_token=spec.rows_per_token,
             blocks=sizes.copiers,
         )
+        if self._puts is not None:
+            self._puts.send_replies(
+                self.tables, self.puts_PQ, requests.statuses_R, ready_R, self._open_gate
+            )
+        # nobody waits for what follows
+        read_clock(self._ended)
         count_answers(
-            self.counters_C,
-            requests.statuses_R,
-            requests.num_tokens_R,
-            self._started,
-            self._ended,
+            *(self.counters_C, requests.statuses_R, requests.num_tokens_R, started, self._ended)
         )
 
     def _compute(self, ready_R: Tensor, requests: Requests) -> Tensor:
         """Return the answers' rows in the pairs' reply dtype, R requests with room for T each."""
         spec, num_tokens_R = self._sizes.spec, requests.num_tokens_R
-        read_hidden(self.tables, ready_R, num_tokens_R, self._x_RTD, blocks=self._sizes.copiers)
+        scales_RTd = self._scales_RTd
+        read_hidden(
+            self.tables,
+            ready_R,
+            num_tokens_R,
+            self._x_RTD,
+            blocks=self._sizes.copiers,
+            scales_RTd=scales_RTd,
+        )
         rows_N, places_RTK, counts_G = pack(
             requests.ids_RTK,
             requests.layers_R,
@@ -168,6 +186,7 @@ class DeviceIteration:
             num_tokens_R,
             top_k=spec.top_k,
             block_rows=self._block_rows,
+            scales_Md=None if scales_RTd is None else scales_RTd.flatten(0, 1),
         )
         out = combine_rows(
             down_ND,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from torch_eaas.comm.nvshmem_transport import pair_up
 from torch_eaas.comm.window import Window
 from torch_eaas.device_stream import DeviceStream, Mark, Mirror
 from torch_eaas.ops.clock import read_clock
 from torch_eaas.ops.pair_table import FREE_ROW, ServerTables, pair_row
+from torch_eaas.ops.put_table import NO_PUT, reply_put_row
 from torch_eaas.protocol.layout import PairSpec
 
 
@@ -43,6 +46,9 @@ class DevicePair:
         self.spec = spec
         self.is_silent = False
         """Whether the client may be dead; it is looked at all the same, which costs nothing."""
+        far = pair_up(requests, replies)
+        self.put_row = NO_PUT if far is None else reply_put_row(spec, window=far.window, pe=far.pe)
+        """What the table of puts says of it."""
         # mapped as long as this pair lives
         self.requests, self.replies = requests.memory, replies.memory
         self.row = pair_row(
@@ -59,13 +65,15 @@ class PairRows:
 
     Args:
         tables: The device's.
+        puts_PQ: Its table of puts.
         stream: Where they are read.
     """
 
-    def __init__(self, tables: ServerTables, stream: DeviceStream) -> None:
+    def __init__(self, tables: ServerTables, puts_PQ: Tensor, stream: DeviceStream) -> None:
         self._tables = tables
         self._stream = stream
         self._table = Mirror(tables.pairs_PC, stream)
+        self._puts = Mirror(puts_PQ, stream)
         self._now = torch.zeros_like(tables.turn)
         self._given_up: list[tuple[DevicePair, Mark]] = []
         self.rows: dict[int, DevicePair] = {}
@@ -82,9 +90,11 @@ class PairRows:
         free = [row for row in range(len(self._tables.pairs_PC)) if row not in kept]
         opened = dict(zip(free, new, strict=False))
         wanted_PC = torch.tensor([FREE_ROW] * len(self._tables.pairs_PC))
+        wanted_PQ = torch.tensor([NO_PUT] * len(wanted_PC))
         for row, pair in (kept | opened).items():
             wanted_PC[row] = torch.tensor(pair.row)
-        self._table.wanted = wanted_PC
+            wanted_PQ[row] = torch.tensor(pair.put_row)
+        self._table.wanted, self._puts.wanted = wanted_PC, wanted_PQ
         for row in opened:
             self._tables.book_3PS[:, row].zero_()
         if opened:
@@ -92,6 +102,7 @@ class PairRows:
             for row in opened:
                 self._tables.scanned_P[row : row + 1].copy_(self._now)
         self._table.push()
+        self._puts.push()
         # iterations under way may still write into windows that were given up
         mark = self._stream.mark()
         self._given_up += [(pair, mark) for pair in gone.values()]

@@ -6,12 +6,14 @@ import ctypes
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from torch_eaas.captured import Captured
 from torch_eaas.comm.transport import Transport
+from torch_eaas.device_puts import Puts
 from torch_eaas.device_server_counters import DeviceCounters
 from torch_eaas.device_server_iteration import DeviceIteration, IterationSizes
 from torch_eaas.device_server_pairs import DevicePair, PairRows
@@ -56,13 +58,14 @@ class DevicePath(DataPath[DevicePair]):
         self._slab, self._stream = slab, slab.stream
         self._transport = transport
         self._clock = clock
-        self._iteration = DeviceIteration(slab, sizes)
+        self._puts = Puts(transport, slab.device)
+        self._iteration = DeviceIteration(slab, sizes, self._puts)
         self._captured = Captured(self._iteration.run, device=slab.device)
         self._on_gpu = slab.device.type == "cuda"
         if self._on_gpu:
             # what was made on other streams is there before the first replay
             torch.cuda.synchronize(slab.device)
-        self._rows = PairRows(self._iteration.tables, self._stream)
+        self._rows = PairRows(self._iteration.tables, self._iteration.puts_PQ, self._stream)
         self._max_requests = sizes.max_pairs * sizes.spec.slots
         self._enqueuing = threading.Lock()
         self._under_way: deque[Mark] = deque()
@@ -82,7 +85,7 @@ class DevicePath(DataPath[DevicePair]):
     @property
     @override
     def make_pair(self) -> Callable[..., DevicePair]:
-        return DevicePair
+        return self._make_in_old_memory if self._puts.is_needed else DevicePair
 
     @override
     def step(self) -> int:
@@ -113,6 +116,7 @@ class DevicePath(DataPath[DevicePair]):
             mark = self._stream.mark()
         # outside of the lock: iterations may follow meanwhile
         mark.wait(SETTLE_S)
+        self._puts.settle()
 
     @override
     def finish(self) -> None:
@@ -126,6 +130,11 @@ class DevicePath(DataPath[DevicePair]):
             if not self._hear():
                 break
         self._slab.detach()
+
+    def _make_in_old_memory(self, **fields: Any) -> DevicePair:
+        """Make a pair whose windows an earlier one of that process had."""
+        self.settle()
+        return DevicePair(**fields)
 
     def _apply(self) -> None:
         """Enqueue what has changed since the last iteration; the lock is held."""

@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch_eaas.client_pairs import CONTROL_TIMEOUT_S
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
 from torch_eaas.connections import Connections
-from torch_eaas.errors import AccessDenied, ConfigError, EaasError, TransportError
+from torch_eaas.errors import AccessDenied, ConfigError, EaasError, PeerTimeout, TransportError
 from torch_eaas.monitor.agent import MonitorAgent
 from torch_eaas.monitor.announcement import Announcement
 from torch_eaas.placement import Placement, ServerInfo
@@ -36,7 +37,7 @@ class Directory:
 
     def __init__(
         self,
-        connections: Connections,
+        connections: Connections[Any],
         transport: Transport,
         *,
         servers: Sequence[str],
@@ -110,6 +111,7 @@ class Directory:
                 answer, _ = conn.link.call("placement", {}, timeout=CONTROL_TIMEOUT_S)
                 placement = Placement.from_json(answer.get("placement", {}))
             except EaasError as error:
+                conn.was_cut |= isinstance(error, PeerTimeout)
                 logger.debug("no placement of server %s: %s", conn.name, error)
                 continue
             agent.offer(placement)

@@ -1,7 +1,7 @@
 """One device server's experts: fixed slots of weights on a device, and who is in which.
 
 Shape legend: S slots, L layers, E experts of a layer, D hidden, I intermediate, P = I padded to
-whole blocks, R packed rows, M tokens with the empty places between them.
+whole blocks, R packed rows, M tokens with the empty places between them, d FP8 scales of a token.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch_eaas.ops.activation import swiglu, swiglu_quantize
 from torch_eaas.ops.active_groups import ActiveGroups
 from torch_eaas.ops.casting import cast_rows
 from torch_eaas.ops.gemm import check_multiplies_fp8, grouped_gemm, grouped_gemm_fp8
+from torch_eaas.ops.row_dequantizer import dequantize_rows
 from torch_eaas.ops.row_quantizer import quantize_rows
 from torch_eaas.placement import holdings_from
 from torch_eaas.slab_memory import COPY_S, SlabMemory
@@ -149,16 +150,20 @@ class ExpertSlab:
         *,
         top_k: int,
         block_rows: int,
+        scales_Md: Tensor | None = None,
     ) -> Tensor:
         """Enqueue the experts of packed rows.
 
         Args:
-            x_MD: Hidden states, ``(M, D)``: the tokens of requests, each with room for as many.
+            x_MD: Hidden states, ``(M, D)``, of any wire dtype: the tokens of requests, each with
+                room for as many.
             rows_R: What ``ops.pack`` gave, ``(R,)`` int32.
             counts_S: Rows of each slot, ``(S,)`` int32.
             num_tokens_S: Tokens of each request, int32.
             top_k: K.
             block_rows: Rows of a GEMM's tile.
+            scales_Md: Their scales, ``(M, ceil(D / 128))`` fp32, if they are FP8. FP8 experts take
+                both as they are.
 
         Returns:
             ``(R, D)``, fp32 or bf16; rows that belong to no expert hold anything.
@@ -166,10 +171,16 @@ class ExpertSlab:
         groups = ActiveGroups.of(counts_S, block_rows)
         gate_up, down = self._memory.gate_up, self._memory.down
         if self.storage == "fp8":
-            x = quantize_rows(x_MD, num_tokens_S=num_tokens_S)
+            if scales_Md is None:
+                x_MD, scales_Md = quantize_rows(x_MD, num_tokens_S=num_tokens_S)
+            x = (x_MD, scales_Md)
             inner_R2P = grouped_gemm_fp8(x, gate_up, groups, rows_R=rows_R, gather_div=top_k)
             return grouped_gemm_fp8(swiglu_quantize(inner_R2P, groups.totals_3), down, groups)
-        x_MD = cast_rows(x_MD, STORAGE_DTYPES[self.storage], num_tokens_S)
+        dtype = STORAGE_DTYPES[self.storage]
+        if scales_Md is None:
+            x_MD = cast_rows(x_MD, dtype, num_tokens_S)
+        else:
+            x_MD = dequantize_rows(x_MD, scales_Md, dtype=dtype, num_tokens_S=num_tokens_S)
         inner_R2P = grouped_gemm(x_MD, gate_up[0], groups, rows_R=rows_R, gather_div=top_k)
         return grouped_gemm(swiglu(inner_R2P, groups.totals_3), down[0], groups)
 

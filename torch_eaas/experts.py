@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from torch_eaas.capture import refuse_device
 from torch_eaas.config import Storage, check_at_least, check_choice
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.grouped_linear import grouped_linear
@@ -220,6 +221,7 @@ class ExpertPool(nn.Module):
         per_expert: bool,
     ) -> Tensor:
         """Like ``forward``, with groups that were looked up in ``table``."""
+        refuse_device("an ExpertPool", "an ExpertSlab in a DeviceServer", x_TD)
         num_tokens, top_k = groups_TK.shape
         order, active, counts = sorted_rows(groups_TK.numpy().reshape(-1))
         order_N, tokens_N = torch.from_numpy(order), torch.from_numpy(order // top_k)

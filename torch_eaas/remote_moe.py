@@ -11,10 +11,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_eaas.client import Client
 from torch_eaas.config import check_at_least
 from torch_eaas.errors import ConfigError, InferenceOnlyError
-from torch_eaas.remote_ops import FORWARD_ONLY, address_of
+from torch_eaas.remote_ops import FORWARD_ONLY, RemoteClient, address_of
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Maps tokens ``(T, D)`` to expert ids and final weights, both ``(T, K)``."""
@@ -39,13 +38,14 @@ class RemoteExperts(nn.Module):
     """The routed experts of one layer, run by servers. Has no parameters; inference only.
 
     Args:
-        client: Reaches the servers. The caller owns and closes it.
+        client: Reaches the servers, a ``Client`` or, where tokens are on a device, a
+            ``DeviceClient``. The caller owns and closes it.
         layer: The layer, as the servers number it.
         num_experts: Experts of this layer, E.
         top_k: Experts per token, K; must be the client's.
     """
 
-    def __init__(self, client: Client, *, layer: int, num_experts: int, top_k: int) -> None:
+    def __init__(self, client: RemoteClient, *, layer: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         check_at_least("layer", layer, 0)
         check_at_least("num_experts", num_experts, 1)
@@ -87,7 +87,8 @@ class RemoteExperts(nn.Module):
     def combine(self, ticket: Ticket, add: Tensor | None = None) -> Tensor:
         """Wait for a dispatch's answers; return their sum plus ``add``, ``(T, D)``.
 
-        Blocks until every expert has answered: at most ``request_timeout``, and, for an expert
+        In a ``CapturedStep`` the device waits, and ``run`` answers for it. Else this
+        blocks until every expert has answered: at most ``request_timeout``, and, for an expert
         whose holders are all gone or late by then, ``recovery_timeout`` more. A server that dies
         meanwhile is replaced where another holds its experts.
         """
@@ -114,6 +115,9 @@ class UnderWay(NamedTuple):
 
 class RemoteMoE(nn.Module):
     """Route tokens, let remote experts run them, and add the shared expert's output.
+
+    In a ``CapturedStep`` a step that failed is run again as a whole, so the model around this layer
+    must be repeatable: it writes KV only at positions that the step owns, and advances nothing.
 
     Args:
         router: Maps tokens ``(T, D)`` to expert ids and weights, both ``(T, K)``.

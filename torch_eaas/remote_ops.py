@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch._library.effects import EffectType
 
-from torch_eaas.client import Client
+from torch_eaas.config import ClientConfig
 from torch_eaas.errors import ConfigError, InferenceOnlyError
 
 FORWARD_ONLY = (
@@ -29,14 +29,34 @@ FORWARD_ONLY = (
     "call the model under torch.no_grad(), or train with local experts"
 )
 
-_CLIENTS: WeakValueDictionary[int, Client] = WeakValueDictionary()
+
+class RemoteClient(Protocol):
+    """Who reaches the servers: a ``Client`` or a ``DeviceClient``."""
+
+    @property
+    def config(self) -> ClientConfig:
+        """Its options."""
+        ...
+
+    def dispatch(
+        self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_experts: int
+    ) -> Tensor:
+        """Send a layer's tokens; return a ticket, int64 ``(1,)`` on the CPU."""
+        ...
+
+    def combine(self, ticket: Tensor, add: Tensor | None = None) -> Tensor:
+        """Return the sum of the answers and ``add``, ``(T, D)``; it uses the ticket up."""
+        ...
+
+
+_CLIENTS: WeakValueDictionary[int, RemoteClient] = WeakValueDictionary()
 _HANDLES = itertools.count(1)
 _LIBRARY: Any = torch.library.Library(  # type: ignore[no-untyped-call]  # torch's
     "torch_eaas", "FRAGMENT"
 )
 
 
-def address_of(client: Client, layer: int, num_experts: int) -> Tensor:
+def address_of(client: RemoteClient, layer: int, num_experts: int) -> Tensor:
     """Return what tells the ops whom to ask: client, layer and its experts, int64 ``(3,)``."""
     handle = next(_HANDLES)
     _CLIENTS[handle] = client
@@ -44,7 +64,7 @@ def address_of(client: Client, layer: int, num_experts: int) -> Tensor:
     return torch.tensor([handle, layer, num_experts], device="cpu")
 
 
-def _client_at(handle: int) -> Client:
+def _client_at(handle: int) -> RemoteClient:
     client = _CLIENTS.get(handle)
     if client is None:
         raise ConfigError(

@@ -1,29 +1,46 @@
 """Which replica serves which expert of a batch: pure arithmetic on the host.
 
-Shape legend: T tokens, K experts per token, E experts of a layer.
+Shape legend: T tokens, K experts per token, E experts of a layer, S servers, H holders of an
+expert at most, n pairs of an expert and a holder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_eaas.placement import Placement
+from torch_eaas.placement import PLACED_STATES, Placement
 
 _MASK = (1 << 64) - 1
+
+_CLOSED = 1 << 60
+"""The rank of a server that cannot be asked."""
 
 
 def mix(*numbers: int) -> int:
     """Return a 64-bit hash of integers; the same in every process (splitmix64's steps)."""
-    state = 0
+    state: int = 0
     for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
+        state = _stir(state + number)
     return state
+
+
+def mix_each(*numbers: int, count: int) -> NDArray[np.uint64]:
+    """Return ``mix(*numbers, i)`` for each i below ``count``."""
+    hashes: NDArray[np.uint64] = _stir(np.uint64(mix(*numbers)) + np.arange(count, dtype=np.uint64))
+    return hashes
+
+
+def _stir(state: Any) -> Any:
+    """Return a round of the hash, of a number or of an array of uint64."""
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
 
 
 class LayerRoutes:
@@ -50,26 +67,35 @@ class LayerRoutes:
     ) -> None:
         self.layer = layer
         self.servers = tuple(server.name for server in placement.servers)
-        # one entry more, -1: it serves the id -1
-        self._table = np.full(num_experts + 1, -1, dtype=np.int16)
-        self._holders: list[tuple[int, ...]] = []
         order = {name: 1 + i for i, name in enumerate(suspects)}
-        rank = {
-            i: (order.get(server.name, 0), server.rank)
-            for i, server in enumerate(placement.servers)
-            if server.name in open_servers
-        }
-        for expert in range(num_experts):
-            holders = [i for i in placement.holders(layer, expert) if i in rank]
-            best = min((rank[i] for i in holders), default=(0, 0))
-            holders = [i for i in holders if rank[i] == best]
-            turn = mix(salt, layer, expert) % len(holders) if holders else 0
-            self._holders.append(tuple(holders[turn:] + holders[:turn]))
-            if holders:
-                self._table[expert] = self._holders[-1][0]
+        worst = len(PLACED_STATES)
+        rank_S = np.array(
+            [
+                order.get(server.name, 0) * worst + server.rank
+                if server.name in open_servers
+                else _CLOSED
+                for server in placement.servers
+            ],
+            dtype=np.int64,
+        )
+        rank_ES = np.full((num_experts, len(self.servers)), _CLOSED)
+        for i, server in enumerate(placement.servers):
+            held = np.array(server.holdings.get(layer, ()), dtype=np.int64)
+            rank_ES[held[held < num_experts], i] = rank_S[i]
+        best_E1 = rank_ES.min(1, keepdims=True, initial=_CLOSED)
+        is_asked_ES = (rank_ES == best_E1) & (best_E1 < _CLOSED)
+        self.holders_EH = _in_turn(is_asked_ES, mix_each(salt, layer, count=num_experts))
+        """Of each expert the servers that may be asked, indices into ``servers``, int16, filled up
+        with -1; the first of them is another one for another client, or expert."""
+        # one entry more, -1: it serves the id -1
+        self._table = np.append(self.holders_EH[:, 0], np.int16(-1))
         self.is_complete = bool((self._table[:-1] >= 0).all())
         """Whether every expert has a server that can be asked."""
-        self.has_replicas = any(len(holders) > 1 for holders in self._holders)
+        self.has_replicas = self.holders_EH.shape[1] > 1
+
+    @cached_property
+    def _holders(self) -> list[list[int]]:
+        return [[i for i in row if i >= 0] for row in self.holders_EH.tolist()]
 
     def choose(self, ids_TK: NDArray[np.int64]) -> NDArray[np.int16]:
         """Choose one server per expert of this batch: the holder with the fewest active experts.
@@ -93,3 +119,19 @@ class LayerRoutes:
                 loads[server] += 1
                 table[expert] = server
         return table[ids_TK]
+
+
+def _in_turn(is_asked_ES: NDArray[np.bool_], turn_E: NDArray[np.uint64]) -> NDArray[np.int16]:
+    """List each expert's servers, beginning with another one by its turn, ``(E, H)``.
+
+    Example:
+        Servers 0, 2 and 3 with turn 4 are ``[2, 3, 0]``.
+    """
+    count_E = is_asked_ES.sum(1)
+    listed_EH = np.full((len(is_asked_ES), max(1, count_E.max(initial=0))), -1, dtype=np.int16)
+    expert_n, server_n = is_asked_ES.nonzero()
+    count_n = count_E[expert_n]
+    place_n = (is_asked_ES.cumsum(1) - 1)[expert_n, server_n]
+    turn_n = (turn_E[expert_n] % count_n.astype(np.uint64)).astype(np.int64)
+    listed_EH[expert_n, (place_n - turn_n) % count_n] = server_n
+    return listed_EH

@@ -9,14 +9,34 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+NUMPY_DTYPES: dict[str, Any] = {
+    "fp32": np.float32,
+    "bf16": np.int16,
+    "fp16": np.int16,
+    "fp8": np.uint8,
+}
+"""How numpy sees the wire's numbers: it knows no bf16 and no fp8, and copies need none."""
 
 LARGE_BYTES = 1 << 16
 """From here on a plain copy of bytes beats a tensor's, whatever it takes to get at the bytes."""
+
+
+def as_numpy(rows: Tensor) -> NDArray[Any]:
+    """Return contiguous rows of a wire dtype as numpy sees them: the same memory."""
+    if rows.dtype == torch.float32:
+        return rows.numpy()
+    return rows.view(torch.int16 if rows.element_size() == 2 else torch.uint8).numpy()
 
 
 class RowViews:
@@ -60,8 +80,7 @@ class RowViews:
         if rows.dtype != self._dtype or not rows.is_contiguous():
             self.first(slot, num_tokens).copy_(rows)
         elif is_fp32 or rows.nbytes >= LARGE_BYTES:
-            # numpy knows no bf16, and copies need no numbers
-            piece = (rows if is_fp32 else rows.view(torch.int16)).numpy().data.cast("B")
+            piece = as_numpy(rows).data.cast("B")
             at = self._offsets[slot]
             self._window[at : at + piece.nbytes] = piece
         else:

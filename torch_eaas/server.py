@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
+from torch_eaas.comm.auto import transport_of
 from torch_eaas.comm.quiet import Quiet
-from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ServerConfig
 from torch_eaas.monitor.announcement import ModelInfo
@@ -113,7 +113,8 @@ class ExpertServer(Server[ServerPair]):
     Args:
         experts: The experts to run; they may be added to and removed from while it serves.
         config: The server's options.
-        transport: How clients reach it; the default is shared memory on this host.
+        transport: How clients reach it: a transport, the name of one, or ``"auto"``; the default
+            is shared memory on this host.
         monitor: URL of the monitor to join, if any.
         model: The whole model that these experts belong to, told to the monitor.
         load: Adds experts that the monitor asks for, at most ``config.room`` of them. It is called
@@ -132,7 +133,7 @@ class ExpertServer(Server[ServerPair]):
         experts: Experts,
         config: ServerConfig | None = None,
         *,
-        transport: Transport | None = None,
+        transport: Transport | str | None = None,
         monitor: str | None = None,
         model: ModelInfo | None = None,
         load: Load | None = None,
@@ -140,7 +141,7 @@ class ExpertServer(Server[ServerPair]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config = config or ServerConfig()
-        transport = transport or SharedMemoryTransport()
+        transport = transport_of(transport or "shared_memory")
         super().__init__(
             experts,
             HostPath(experts, config, transport, clock),

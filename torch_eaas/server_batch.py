@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from torch_eaas.experts import GroupTable
+from torch_eaas.ops.quantize import dequantize_blocks
 from torch_eaas.placement import Holdings
-from torch_eaas.protocol.layout import Status
+from torch_eaas.protocol.layout import SCALE_COLUMNS, Status
 from torch_eaas.server_pairs import BadFrame, Frame, ServerPair
 from torch_eaas.spans import experts_span, is_profiling, mark
 
@@ -154,10 +155,10 @@ class BatchRunner:
     def _compute(self, table: GroupTable, frames: list[Frame], groups: list[Tensor]) -> Tensor:
         per_expert = frames[0].pair.spec.combine == "exact"
         if len(frames) == 1:
-            x_TD, groups_TK = frames[0].hidden_TD, groups[0]
+            x_TD, groups_TK = _numbers(frames[0]), groups[0]
             weights_TK = torch.from_numpy(frames[0].weights_TK)
         else:
-            x_TD = torch.cat([frame.hidden_TD.float() for frame in frames])
+            x_TD = torch.cat([_numbers(frame).float() for frame in frames])
             groups_TK = torch.cat(groups)
             weights_TK = torch.from_numpy(np.concatenate([frame.weights_TK for frame in frames]))
         out = self._experts.run(table, x_TD, groups_TK, weights_TK, per_expert=per_expert)
@@ -195,6 +196,13 @@ class BatchRunner:
         self.counters[f"refused_{status.name.lower()}"] += 1
         if status in (Status.BAD_REQUEST, Status.STALE):
             logger.warning("client %s: %s", pair.client, text)
+
+
+def _numbers(frame: Frame) -> Tensor:
+    """Return a frame's hidden states as numbers that experts take: fp8 is brought back to fp32."""
+    if frame.scales_Td is None:
+        return frame.hidden_TD
+    return dequantize_blocks(frame.hidden_TD, frame.scales_Td, (1, SCALE_COLUMNS))
 
 
 def _mergeable(frames: list[Frame]) -> list[list[Frame]]:

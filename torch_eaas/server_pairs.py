@@ -1,6 +1,6 @@
 """A server's side of its pairs: windows mapped, frames read and checked, answers written.
 
-Shape legend: T tokens, K experts per token, D hidden.
+Shape legend: T tokens, K experts per token, D hidden, d scales per token.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -49,6 +50,8 @@ class Frame:
     weights_TK: NDArray[np.float32]
     hidden_TD: Tensor
     """A view into the window."""
+    scales_Td: Tensor | None = None
+    """A view into the window too: what brings fp8 numbers back; None for any other format."""
 
 
 class ServerPair:
@@ -102,6 +105,14 @@ class ServerPair:
             (spec.max_tokens, spec.hidden_size),
             [at + spec.hidden_offset for at in self._request_at],
         )
+        self._scales = None
+        if spec.scales_per_token:
+            self._scales = RowViews(
+                self._requests,
+                torch.float32,
+                (spec.max_tokens, spec.scales_per_token),
+                [at + spec.scales_offset for at in self._request_at],
+            )
         self._rows = RowViews(
             self._replies,
             TORCH_DTYPES[spec.reply_dtype],
@@ -139,7 +150,8 @@ class ServerPair:
             )
         weights_TK = self._weights[slot][:num_tokens].copy()
         hidden_TD = self._hidden.first(slot, num_tokens)
-        return Frame(self, slot, word, since, layer, ids_TK, weights_TK, hidden_TD)
+        scales_Td = None if self._scales is None else self._scales.first(slot, num_tokens)
+        return Frame(self, slot, word, since, layer, ids_TK, weights_TK, hidden_TD, scales_Td)
 
     def answer(
         self, frame: Frame, rows: Tensor, *, queue_us: int, experts_us: int, version: int

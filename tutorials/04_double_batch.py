@@ -101,25 +101,25 @@ torch.testing.assert_close(overlapped, plain)
 
 
 # %%
-def picture(prof: torch.profiler.profile, columns: int = 64, ms: float = 30) -> dict[str, str]:
+def picture(prof: torch.profiler.profile, columns: int = 64, part: float = 0.4) -> dict[str, str]:
     found = re.compile(r"eaas::(dispatch|wait|experts)/L\d(?:/(mb\d))?")
     spans = ((e.time_range, found.match(e.name)) for e in prof.events())
     events = sorted(((t.start, t.end, m) for t, m in spans if m), key=lambda event: event[:2])
-    lines: dict[str, str] = {}
+    lines, scale = {}, columns / part / (events[-1][1] - events[0][0])
     for start, end, match in events:
-        first, last = (int((at - events[0][0]) / 1000 / ms * columns) for at in (start, end))
+        first, last = (int((at - events[0][0]) * scale) for at in (start, end))
         name, line = match[2] or match[1], lines.get(match[2] or match[1], "")
         # between two spans a micro-batch computes; between two batches experts do nothing
         line = line.ljust(first, "#" if match[2] and line else " ")
         lines[name] = line.ljust(last + 1, {"dispatch": "#", "wait": ".", "experts": "="}[match[1]])
-    return {name: line[:columns] for name, line in sorted(lines.items())}
+    return dict(sorted(lines.items()))
 
 
 threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-with torch.no_grad(), torch.profiler.profile(experimental_config=threads) as prof:
+with torch.no_grad(), torch.profiler.profile(experimental_config=threads, acc_events=True) as prof:
     overlap(decode, x)
 for name, line in picture(prof).items():
-    print(f"{name:8}{line}")
+    print(f"{name:8}{line[:64]}")
     assert ("=" if name == "experts" else ".") in line
 
 # %% [markdown]

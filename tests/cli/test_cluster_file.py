@@ -86,6 +86,7 @@ def read(tmp_path: Path, text: str) -> ClusterFile:
             "tls_authority must be left out without a tls_certificate: the monitor then speaks pl",
         ),
         (SERVER + "storage = 'int4'", "storage must be one of 'fp32', 'bf16', 'fp8', got 'int4'"),
+        (SERVER + "transport = 'loopback'", "transport must be one of 'auto', 'cuda_ipc', 'nvshm"),
         (SERVER + "name='a'\n" + SERVER + "colour = 1", "[[server]] 2 colour is not known; known "),
         (SERVER + "[[client]]", "[[client]] 1 command must be a list of strings, at least one, it"),
         (SERVER + "[[client]]\ncommand = []", "a list of strings, at least one, got []"),
@@ -134,6 +135,7 @@ def test_what_is_left_out_has_the_verbs_defaults(tmp_path: Path) -> None:
     [server] = file.servers
     assert (server.name, server.share, server.copies, server.experts) == ("server", (0, 1), 1, None)
     assert (server.storage, server.max_rows, server.threads) == ("fp32", 2048, 1)
+    assert server.transport == "auto"
     assert server.max_restarts == 5
     assert (server.standby, server.room) == (False, 0)
     assert set(astuple(file.access)) == {None}
@@ -173,6 +175,11 @@ def test_a_servers_options_say_what_it_holds_and_may_load(
     _, _, _, verb, _, monitor, *more = role.command("http://h:1")
     assert (verb, monitor) == ("server", "--monitor=http://h:1")
     assert more[: len(options) + 1] == [*options, "--name=server"]
+
+
+def test_a_servers_transport_is_handed_on(tmp_path: Path) -> None:
+    _, role = roles_of(read(tmp_path, SERVER + "transport = 'shared_memory'"))
+    assert "--transport=shared_memory" in role.command("http://h:1")
 
 
 def test_several_standbys_are_alike(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def options(**changed: Any) -> ServeOptions:
         "address": "",
         "max_rows": 64,
         "threads": 1,
+        "transport": "shared_memory",
         "trace": None,
         "device": "cpu",
         "pairs": PairOptions(max_clients=1),

@@ -136,7 +136,9 @@ def test_a_servers_own_trace_shows_what_ran_for_each_micro_batch(tmp_path: Path)
                     client.combine(ticket)
 
             cpu = [torch.profiler.ProfilerActivity.CPU]
-            with torch.profiler.profile(activities=cpu, experimental_config=everything) as mine:
+            with torch.profiler.profile(
+                activities=cpu, experimental_config=everything, acc_events=True
+            ) as mine:
                 DoubleBatchOverlap(client).map(step, [0, 1])
             mine.export_chrome_trace(str(tmp_path / "client.json"))
         server.send(signal.SIGTERM)

@@ -39,13 +39,6 @@ def generate(url: str, prompt: str, tokens: int, *more: str) -> Launched:
     return eaas("generate", str(SHAKESPEARE), *where, *options, *more)
 
 
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the command line run in this process, which has imported what it needs."""
-    monkeypatch.setattr(cli, "_log_to_stderr", lambda level: None)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     """Two clients, then three servers with two holders of each expert, then a monitor."""
@@ -95,6 +88,17 @@ def test_without_a_monitor_a_client_is_told_the_servers(
     assert cli.main(["generate", *arguments, "--servers", *addresses]) == 0
     expected = continuation(PROMPTS[0], 24, seed=5, temperature=0.7)
     assert capsys.readouterr().out == expected + "\n"
+
+
+@pytest.mark.usefixtures("in_process")
+def test_over_fp8_a_client_writes_what_local_experts_write_of_rounded_tokens(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    addresses = [server.ready()["address"] for server in running.servers]
+    arguments = [str(SHAKESPEARE), f"--prompt={PROMPTS[1]}", "--max-new-tokens=24"]
+    options = ["--combine=exact", "--wire-dtype=fp8", "--servers", *addresses]
+    assert cli.main(["generate", *arguments, *options]) == 0
+    assert capsys.readouterr().out == continuation(PROMPTS[1], 24, fp8=True) + "\n"
 
 
 def test_servers_leave_one_by_one_while_a_client_writes(running: Running) -> None:

@@ -9,6 +9,8 @@ import pytest
 from launched import ROOT, SHAKESPEARE, Launched, children, eaas, free_port, is_gone, wait_for
 from local import continuation
 
+from torch_eaas.cli import main as cli
+
 PROMPTS = ("ROMEO:\nBut soft, ", "JULIET:\nO ")
 TOKENS = 16
 
@@ -31,7 +33,10 @@ def lines_of(prefix: str, output: bytes) -> str:
 
 
 @pytest.mark.timeout(240)
-def test_clients_and_servers_find_each_other_in_any_order_and_a_launch_dies_alone() -> None:
+@pytest.mark.usefixtures("in_process")
+def test_clients_and_servers_find_each_other_in_any_order_and_a_launch_dies_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with (
@@ -53,9 +58,10 @@ def test_clients_and_servers_find_each_other_in_any_order_and_a_launch_dies_alon
             assert not is_gone(survivor)
 
             # now the servers are there before the client
-            with clients(url, 1) as second:
-                assert second.end() == 0, (second.err, servers.err)
-                assert second.out.decode() == continuation(PROMPTS[0], TOKENS) + "\n"
+            arguments = ["generate", str(SHAKESPEARE), f"--monitor={url}"]
+            arguments += [f"--prompt={PROMPTS[0]}", f"--max-new-tokens={TOKENS}"]
+            assert cli.main(arguments) == 0, servers.err
+            assert capsys.readouterr().out == continuation(PROMPTS[0], TOKENS) + "\n"
             servers.send(signal.SIGTERM)
             # one launch did not end well
             assert servers.end() == 1

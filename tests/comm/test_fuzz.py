@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.comm.test_shared_memory import dial_by_hand, needs_x86, num_fds
+from tests.comm.test_shared_memory import dial_by_hand, needs_x86
 from tests.comm.transport_contract import TIMEOUT_S, PlannedHandler, eventually
+from tests.comm.unix_contract import num_fds
 from tests.json_values import VALUE, almost
 from torch_eaas.comm.frames import receive_frame
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Listener
 from torch_eaas.errors import TransportError
 
-CALL = {"verb": "echo", "windows": [4096], "token": "x", "size": 4096}
+CALL = {"verb": "echo", "windows": [4096], "token": "x", "size": 4096, "transport": "cuda_ipc"}
 JSON = (VALUE | almost(CALL)).map(lambda value: json.dumps(value).encode())
 FRAME = JSON.map(lambda data: len(data).to_bytes(4, "little") + data)
 BYTES = st.lists(FRAME | st.binary(max_size=40), max_size=3).map(b"".join)

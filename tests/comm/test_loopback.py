@@ -8,13 +8,13 @@ import time
 import pytest
 from typing_extensions import override
 
-from tests.comm.transport_contract import TIMEOUT_S, PlannedHandler, TransportContract, eventually
+from tests.comm.transport_contract import TIMEOUT_S, HostWindowContract, PlannedHandler, eventually
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.errors import PeerGone, TransportError
 
 
-class TestLoopback(TransportContract):
+class TestLoopback(HostWindowContract):
     @pytest.fixture
     @override
     def server(self) -> Transport:

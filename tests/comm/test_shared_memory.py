@@ -6,11 +6,8 @@ import contextlib
 import ctypes
 import os
 import platform
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +18,12 @@ from typing_extensions import override
 
 from tests.comm.transport_contract import (
     TIMEOUT_S,
+    HostWindowContract,
     PlannedHandler,
-    TransportContract,
-    assert_call_times_out,
     eventually,
 )
-from torch_eaas.comm import polling, shared_memory, unix_link
+from tests.comm.unix_contract import UnixTransportContract, num_fds
+from torch_eaas.comm import control_endpoint, polling, unix_link
 from torch_eaas.comm.frames import receive_frame, send_frame
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
@@ -38,34 +35,6 @@ from torch_eaas.errors import AccessDenied, ConfigError, HandshakeRefused, PeerG
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
 needs_x86 = pytest.mark.skipif(not ON_X86, reason="shared_memory needs x86-64's store order")
 
-SCRIPT = """
-import os, sys, time
-sys.path.insert(0, {tests!r})
-from tests.comm.transport_contract import PlannedHandler
-from torch_eaas.comm.shared_memory import SharedMemoryTransport
-assert "torch" not in sys.modules
-transport = SharedMemoryTransport()
-"""
-
-
-def run_script(body: str, *args: str) -> subprocess.Popen[str]:
-    """Start a process that has a transport, without torch."""
-    script = SCRIPT.format(tests=os.path.dirname(__file__)) + body
-    # forking is what some of these scripts are for
-    options = ["-W", "error", "-W", "ignore::DeprecationWarning"]
-    return subprocess.Popen(
-        [sys.executable, *options, "-c", script, *args],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )
-
-
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
 
 def dial_by_hand(address: str) -> socket.socket:
     """Return a connection that sends what it likes."""
@@ -76,7 +45,12 @@ def dial_by_hand(address: str) -> socket.socket:
 
 
 @needs_x86
-class TestSharedMemory(TransportContract):
+class TestSharedMemory(UnixTransportContract, HostWindowContract):
+    MAKES = (
+        "from torch_eaas.comm.shared_memory import SharedMemoryTransport\n"
+        "transport = SharedMemoryTransport()"
+    )
+
     @pytest.fixture
     @override
     def server(self) -> Transport:
@@ -87,129 +61,7 @@ class TestSharedMemory(TransportContract):
     def client(self, server: Transport) -> Transport:
         return SharedMemoryTransport()
 
-    def test_a_call_has_a_deadline_and_a_late_answer_is_read_by_nobody(
-        self, link: Link, handler: PlannedHandler
-    ) -> None:
-        assert_call_times_out(link, handler)
-
-    # -- processes -----------------------------------------------------------------------------
-
-    def test_a_link_closes_when_the_servers_process_is_killed(self, client: Transport) -> None:
-        process = run_script(
-            "listener = transport.listen('', PlannedHandler(transport))\n"
-            "print(listener.address, flush=True)\n"
-            "sys.stdin.read()\n"
-        )
-        with process:
-            link = client.dial(line_of(process), TIMEOUT_S)
-            window = client.create_window(128)
-            view = window.view
-            _, [theirs] = link.call("handshake", {"size": 128}, [window], timeout=TIMEOUT_S)
-            assert not link.closed
-            process.send_signal(signal.SIGKILL)
-            assert eventually(lambda: link.closed)
-            with pytest.raises(PeerGone):
-                link.call("echo", {}, timeout=TIMEOUT_S)
-            # the memory outlives the process that made it
-            assert bytes(view[:3]) == b"hi!"
-            assert bytes(theirs.view[-2:]) == b"yo"
-            link.close()
-            for open_window in (window, theirs):
-                open_window.close()
-
-    def test_a_call_under_way_ends_when_the_servers_process_is_killed(
-        self, client: Transport
-    ) -> None:
-        process = run_script(
-            "listener = transport.listen('', PlannedHandler(transport))\n"
-            "print(listener.address, flush=True)\n"
-            "sys.stdin.read()\n"
-        )
-        with process:
-            link = client.dial(line_of(process), TIMEOUT_S)
-            timer = threading.Timer(0.1, process.kill)
-            timer.start()
-            start = time.monotonic()
-            with pytest.raises(PeerGone, match=r"closed|ended"):
-                link.call("hang", {}, timeout=TIMEOUT_S)
-            assert time.monotonic() - start < TIMEOUT_S / 2
-            timer.join()
-
-    def test_the_handler_hears_that_a_clients_process_was_killed(
-        self, listener: Listener, handler: PlannedHandler
-    ) -> None:
-        process = run_script(
-            "link = transport.dial(sys.argv[1], 5)\n"
-            "window = transport.create_window(64)\n"
-            "link.call('handshake', {'size': 64}, [window], timeout=5)\n"
-            "print('open', flush=True)\n"
-            "sys.stdin.read()\n",
-            listener.address,
-        )
-        with process:
-            assert line_of(process) == "open"
-            [(peer, view)] = handler.came.items()
-            assert handler.ended == []
-            process.send_signal(signal.SIGKILL)
-            assert eventually(lambda: handler.ended == [peer])
-            view[0:1] = b"x"
-
-    def test_a_forked_child_ends_nothing_of_its_parents(
-        self, listener: Listener, handler: PlannedHandler, tmp_path: Path
-    ) -> None:
-        process = run_script(
-            "link = transport.dial(sys.argv[1], 5)\n"
-            "own = transport.listen('unix:' + sys.argv[2], PlannedHandler(transport))\n"
-            "window = transport.create_window(64)\n"
-            "view = window.view\n"
-            "_, [theirs] = link.call('handshake', {'size': 64}, [window], timeout=5)\n"
-            "pid = os.fork()\n"
-            "if pid == 0:\n"
-            "    for thing in (link, own, window, theirs):\n"
-            "        thing.close()\n"
-            "    sys.exit(0)\n"
-            "assert os.waitpid(pid, 0)[1] == 0\n"
-            "os.fstat(window.fd), os.fstat(theirs.fd)\n"
-            "theirs.view[0:5] = b'alive'\n"
-            "view[0:5] = b'alive'\n"
-            "link.call('echo', {}, timeout=5)\n"
-            "transport.dial(own.address, 5).call('echo', {}, timeout=5)\n"
-            "own.close()\n"
-            "print('alive', flush=True)\n"
-            "sys.stdin.read()\n",
-            listener.address,
-            str(tmp_path / "own"),
-        )
-        with process:
-            assert line_of(process) == "alive"
-            [peer] = handler.came
-            assert bytes(handler.came[peer][:5]) == bytes(handler.went[peer][:5]) == b"alive"
-            assert handler.ended == []
-            assert process.communicate(timeout=TIMEOUT_S) == ("", None)
-            assert process.returncode == 0
-        assert list(tmp_path.iterdir()) == []
-
     # -- what is left behind -------------------------------------------------------------------
-
-    def test_fifty_connections_and_handshakes_leave_no_descriptor(
-        self, client: Transport, listener: Listener, handler: PlannedHandler
-    ) -> None:
-        def once() -> None:
-            link = client.dial(listener.address, TIMEOUT_S)
-            window = client.create_window(128)
-            _, windows = link.call("handshake", {"size": 64}, [window], timeout=TIMEOUT_S)
-            with pytest.raises(HandshakeRefused):
-                link.call("refuse", {"who": "me"}, [window], timeout=TIMEOUT_S)
-            for opened in (window, *windows, link):
-                opened.close()
-            # a map has a descriptor of its own, as long as somebody looks into it
-            handler.came.clear()
-            handler.went.clear()
-
-        before = num_fds()
-        for _ in range(50):
-            once()
-        assert eventually(lambda: num_fds() <= before)
 
     def test_a_socket_file_is_gone_when_its_server_has_closed(
         self, server: Transport, client: Transport, handler: PlannedHandler, tmp_path: Path
@@ -490,10 +342,6 @@ class planned_server:  # noqa: N801 - reads as a function
             connection.recv(1)
 
 
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 # -- whom it serves ----------------------------------------------------------------------------
 
 
@@ -536,7 +384,7 @@ def test_only_the_same_user_and_root_are_served(
 
 @needs_x86
 def test_a_stranger_is_turned_away_before_a_byte_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "is_own_user", lambda connection: False)
+    monkeypatch.setattr(control_endpoint, "is_own_user", lambda connection: False)
     transport = SharedMemoryTransport()
     handler = PlannedHandler(transport)
     listener = transport.listen("", handler)

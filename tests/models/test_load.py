@@ -60,6 +60,13 @@ def reference(tiny, dtype: torch.dtype = torch.float32) -> Any:
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)
+    # routers stay fp32; not all of transformers' releases see to that when a model is built
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.float()
+    for name, tensor in model.state_dict().items():
+        if ".mlp.gate." in name:
+            tensor.copy_(state[name])
     return model.eval()
 
 

@@ -6,7 +6,8 @@ A test module lists launches, calls that end in ``kernel[grid](...)`` on CPU ten
 
 ``compiled("tests.ops.test_this")`` runs them all in one process without the interpreter, where a
 launch compiles for each capability and runs nothing, so that a kernel is compiled with just the
-types, constants and alignments that its launch function gives it.
+types, constants and alignments that its launch function gives it. That process takes seconds to
+start, so it does so once, for all such modules that pytest has collected.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
-from itertools import chain
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,29 +61,29 @@ class Compiled:
 
 
 @cache
-def compiled(module: str) -> tuple[Compiled, ...]:
+def compiled(module: str) -> list[Compiled]:
     """Compile every launch of a module's ``LAUNCHES``, once per test session."""
-    # a process for each capability, side by side
-    with ThreadPoolExecutor() as pool:
-        found = list(pool.map(partial(_compiled_for, module), CAPABILITIES))
-    return tuple(chain.from_iterable(found))
+    ours = [name for name in sys.modules if name.startswith("tests.")]
+    done, text = _compiled(tuple(n for n in ours if hasattr(sys.modules[n], "LAUNCHES")))
+    assert done.returncode == 0, done.stderr
+    return [Compiled(**fields) for fields in json.loads(text)[module]]
 
 
-def _compiled_for(module: str, capability: int) -> list[Compiled]:
+@cache
+def _compiled(modules: tuple[str, ...]) -> tuple[subprocess.CompletedProcess[str], str]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     with tempfile.TemporaryDirectory() as folder:
         env["TRITON_CACHE_DIR"] = folder
         out = Path(folder) / "compiled.json"
         done = subprocess.run(
-            [sys.executable, "-m", "tests.ops.compiling", module, str(capability), str(out)],
+            [sys.executable, "-m", "tests.ops.compiling", str(out), *modules],
             env=env,
             capture_output=True,
             text=True,
             timeout=500,
         )
-        assert done.returncode == 0, done.stderr
-        return [Compiled(**fields) for fields in json.loads(out.read_text())]
+        return done, out.read_text() if out.exists() else ""
 
 
 def find(module: str, launch: str, kernel: str, capability: int) -> Compiled:
@@ -129,15 +130,14 @@ def _usage(cubin: bytes, folder: Path) -> dict[str, int]:
     }
 
 
-def _compile_all(module: str, capability: int, folder: Path) -> list[Compiled]:
+def _compile_all(modules: Sequence[str], folder: Path) -> dict[str, list[Compiled]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    gpu = _AbsentGpu(capability)
-    driver.set_active(gpu)
     compile_only = JITFunction.run
-    found: list[Compiled] = []
-    launch = ""
+    found: dict[str, list[Compiled]] = {module: [] for module in modules}
+    module = launch = ""
+    gpu = _AbsentGpu(0)
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = compile_only(self, *args, grid=grid, warmup=True, **options)
@@ -150,17 +150,22 @@ def _compile_all(module: str, capability: int, folder: Path) -> list[Compiled]:
             shared_bytes=kernel.metadata.shared,
             **_usage(kernel.asm["cubin"], folder),
         )
-        if fresh not in found:
-            found.append(fresh)
+        if fresh not in found[module]:
+            found[module].append(fresh)
 
     JITFunction.run = run
-    launches = importlib.import_module(module).LAUNCHES
-    for launch in launches:
-        launches[launch]()
+    for module, capability in product(modules, CAPABILITIES):
+        gpu = _AbsentGpu(capability)
+        driver.set_active(gpu)
+        launches = importlib.import_module(module).LAUNCHES
+        for launch in launches:
+            launches[launch]()
     return found
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[3])
-    kernels = _compile_all(sys.argv[1], int(sys.argv[2]), target.parent)
-    target.write_text(json.dumps([asdict(kernel) for kernel in kernels]))
+    target = Path(sys.argv[1])
+    all_kernels = _compile_all(sys.argv[2:], target.parent)
+    target.write_text(
+        json.dumps({name: [*map(asdict, kernels)] for name, kernels in all_kernels.items()})
+    )

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from tests.ops.windowed import address_of
-from torch_eaas.ops import combine_rows, pack
-from torch_eaas.ops.gate import close_gate
+from torch_eaas.ops import combine_rows, dequantize_rows, pack, quantize_rows
 from torch_eaas.ops.pair_table import ClientTables, ServerTables, pair_row
 from torch_eaas.ops.read_hidden import read_hidden
 from torch_eaas.ops.read_requests import read_requests
+from torch_eaas.ops.reference_client import Outcome
 from torch_eaas.ops.signal import wait_free, wait_replies
 from torch_eaas.ops.slot_scan import scan_slots
 from torch_eaas.ops.write_replies import Answers, refusal_texts, write_replies
 from torch_eaas.ops.write_requests import Shares, write_requests
 from torch_eaas.protocol.layout import HEADER_BYTES, PairSpec
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PAIRS = 3
 BLOCKS = 2
 R = 4
@@ -74,6 +74,8 @@ class DeviceClient:
         self.tables = ClientTables.empty(PAIRS, spec.slots)
         self.abort = torch.zeros(1, dtype=torch.int64)
         self._gate = torch.zeros(1, dtype=torch.int64)
+        self.outcomes_PO = torch.zeros(PAIRS, len(Outcome), dtype=torch.int64)
+        self._layer = 0
         self._windows: dict[int, Windows] = {}
         self._arrivals_P = torch.zeros(PAIRS, dtype=torch.int32)
         self._version = torch.ones(1, dtype=torch.int64)
@@ -86,7 +88,8 @@ class DeviceClient:
 
     def begin(self) -> None:
         """Begin a step, as a graph's first node does."""
-        self.abort.zero_()
+        for word in (self.abort, self._gate, self.outcomes_PO):
+            word.zero_()
 
     def send(
         self, layer: int, x: Tensor, parts: Mapping[int, Part], *, budget_us: int, looks: int = 100
@@ -108,38 +111,51 @@ class DeviceClient:
             shares.tokens_PT[p, :count] = torch.tensor(part.tokens)
             shares.ids_PTK[p, :count] = torch.tensor(part.ids)
             shares.weights_PTK[p, :count] = torch.tensor(part.weights)
-        close_gate(self.abort, self._gate)
+        x_wire, scales_Nd = x.to(DTYPES[spec.wire_dtype]), None
+        if spec.wire_dtype == "fp8":
+            x_wire, scales_Nd = quantize_rows(x)
         wait_free(
             self.tables,
             shares.counts_P,
             self._gate,
+            self._arrivals_P,
             self.abort,
+            self.outcomes_PO,
+            layer=layer,
             timeout_us=ENOUGH_US,
             looks=looks,
         )
-        close_gate(self.abort, self._gate)
+        self._layer = layer
         write_requests(
             self.tables,
             shares,
-            x.to(DTYPES[spec.wire_dtype]),
+            x_wire,
             self._gate,
             self._arrivals_P,
             layer=layer,
             version=self._version,
             budget_us=budget_us,
             blocks=BLOCKS,
+            scales_Nd=scales_Nd,
         )
         # no stage leaves an arrival behind
         assert self._arrivals_P.tolist() == [0] * PAIRS
         return shares.counts_P
 
     def wait(self, counts_P: Tensor, looks: int) -> tuple[list[int], Tensor]:
-        """Wait for the answers; return what became of each, and the headers."""
-        close_gate(self.abort, self._gate)
-        waited_P, replies_PF = wait_replies(
-            self.tables, counts_P, self._gate, self.abort, timeout_us=ENOUGH_US, looks=looks
+        """Wait for the answers; return what became of each in this layer, and the headers."""
+        wait_replies(
+            self.tables,
+            counts_P,
+            self._gate,
+            self._arrivals_P,
+            self.abort,
+            self.outcomes_PO,
+            layer=self._layer,
+            timeout_us=ENOUGH_US,
+            looks=looks,
         )
-        return waited_P.tolist(), replies_PF
+        return self.outcomes_PO[:, 0].tolist(), self.outcomes_PO[:, 2:]
 
     def rows(self, p: int, slot: int, count: int) -> Tensor:
         """Return an answer's rows where they lie."""
@@ -190,7 +206,7 @@ class DeviceServer:
         """
         spec = self.spec
         started = torch.tensor([clock()])
-        ready_R, tokens_R, num_ready = scan_slots(self.tables, started, R)
+        ready_R, tokens_R, num_ready, _ = scan_slots(self.tables, started, R)
         requests = read_requests(
             self.tables,
             ready_R,
@@ -202,8 +218,16 @@ class DeviceServer:
             tokens_R=tokens_R,
         )
         x_RTD = torch.full((R, spec.max_tokens, spec.hidden_size), float("nan"))
-        x_RTD = x_RTD.to(DTYPES[spec.wire_dtype])
-        read_hidden(self.tables, ready_R, requests.num_tokens_R, x_RTD, blocks=BLOCKS)
+        x_RTD, scales_RTd = x_RTD.to(DTYPES[spec.wire_dtype]), None
+        if spec.wire_dtype == "fp8":
+            scales_RTd = torch.full((R, spec.max_tokens, spec.scales_per_token), float("nan"))
+        tokens_R = requests.num_tokens_R
+        read_hidden(self.tables, ready_R, tokens_R, x_RTD, blocks=BLOCKS, scales_RTd=scales_RTd)
+        x_ND = x_RTD.flatten(0, 1)
+        if scales_RTd is not None:
+            x_ND = dequantize_rows(
+                x_ND, scales_RTd.flatten(0, 1), dtype=torch.float32, num_tokens_S=tokens_R
+            )
         rows_N, places_RTK, counts_G = pack(
             requests.ids_RTK,
             requests.layers_R,
@@ -213,7 +237,7 @@ class DeviceServer:
         )
         # the experts, where grouped GEMMs would be
         scales_N = self._scales.repeat_interleave(counts_G)
-        x_ND = x_RTD.float().flatten(0, 1)[rows_N[: len(scales_N)].long() // spec.top_k]
+        x_ND = x_ND.float()[rows_N[: len(scales_N)].long() // spec.top_k]
         if len(scales_N):
             work()
         out = combine_rows(

@@ -70,6 +70,7 @@ def open_by_hand(address: str, instance: int, epoch: int = 1) -> Connection:
     link = transport.dial(address, TIMEOUT_S)
     about, _ = link.call("describe", {}, timeout=TIMEOUT_S)
     conn, _ = open_connection(
+        Connection,
         transport,
         link,
         SPEC,

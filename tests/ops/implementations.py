@@ -17,11 +17,13 @@ from torch_eaas.ops import (
     casting,
     choose_replicas,
     combining,
-    gate,
     gemm,
     packing,
+    put_slots,
     read_hidden,
     read_requests,
+    read_text,
+    row_dequantizer,
     share_tokens,
     shrinking,
     signal,
@@ -34,9 +36,10 @@ MODULES: tuple[ModuleType, ...] = (
     add_replies,
     answer_counts,
     choose_replicas,
-    gate,
+    put_slots,
     read_hidden,
     read_requests,
+    read_text,
     share_tokens,
     signal,
     slot_scan,
@@ -44,15 +47,23 @@ MODULES: tuple[ModuleType, ...] = (
     write_requests,
 )
 
-ARITHMETIC: tuple[ModuleType, ...] = (casting, combining, gemm, packing, shrinking)
+ARITHMETIC: tuple[ModuleType, ...] = (
+    casting,
+    combining,
+    gemm,
+    packing,
+    row_dequantizer,
+    shrinking,
+)
 
 
 def use_kernels(patch: pytest.MonkeyPatch) -> None:
     """Let every op of the device path run its kernel, on CPU tensors."""
-    if isinstance(gate._gate_kernel, triton.JITFunction):
+    if isinstance(signal._wait_kernel, triton.JITFunction):
         pytest.skip("kernels run on CPU tensors with TRITON_INTERPRET=1 only")
     for module in MODULES:
         patch.setattr(module, "_op", module.launch)
+    patch.setattr(put_slots, "_reply_op", put_slots.launch_replies)
 
 
 def use_all_kernels(patch: pytest.MonkeyPatch) -> None:

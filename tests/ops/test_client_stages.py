@@ -11,6 +11,8 @@ from tests.ops.windowed import Pair, client_of, numbers
 from torch_eaas.client_pieces import split
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.add_replies import add_replies
+from torch_eaas.ops.read_text import read_text
+from torch_eaas.ops.reference_client import WAIT_FAILED, missing_expert
 from torch_eaas.ops.share_tokens import share_tokens
 from torch_eaas.protocol.layout import HEADER_BYTES, PairSpec
 
@@ -44,7 +46,7 @@ def test_each_pair_gets_what_a_host_driven_client_would_send_it(
     # nobody runs anything on pair 2
     pairs_E = torch.tensor([0, 1, 3, 1], dtype=int32).repeat(num_experts // 4)
     abort = numbers(0)
-    shares, places_PT = share_tokens(ids_TK, weights_TK, pairs_E, abort, num_pairs)
+    shares, places_PT = share_tokens(ids_TK, weights_TK, pairs_E, abort, num_pairs, layer=1)
     assert abort.tolist() == [0]
 
     servers_TK = np.where(ids_TK.numpy() < 0, -1, pairs_E.numpy()[ids_TK.numpy()]).astype(np.int16)
@@ -67,7 +69,7 @@ def test_each_pair_gets_what_a_host_driven_client_would_send_it(
 def test_the_docstrings_example_of_sharing_holds() -> None:
     ids_TK, weights_TK = ints([[0, 2], [2, 1]]), torch.ones(2, 2)
     pairs_E = numbers(1, 0, 0, dtype=int32)
-    shares, places_PT = share_tokens(ids_TK, weights_TK, pairs_E, numbers(0), 2)
+    shares, places_PT = share_tokens(ids_TK, weights_TK, pairs_E, numbers(0), 2, layer=1)
     assert shares.counts_P.tolist() == [2, 1]
     assert shares.tokens_PT[1, 0] == 0
     assert shares.ids_PTK[1, 0].tolist() == [0, -1]
@@ -75,19 +77,35 @@ def test_the_docstrings_example_of_sharing_holds() -> None:
     assert places_PT.tolist() == [[0, 1], [0, -1]]
 
 
-@pytest.mark.parametrize("expert", [1, 3, 2**31 - 1], ids=["held by nobody", "E", "far beyond"])
-def test_an_expert_without_a_pair_aborts_the_step(expert: int) -> None:
+@pytest.mark.parametrize("layer", [0, 1, 2**31 - 1], ids=str)
+@pytest.mark.parametrize("expert", [1, 4, 2**31 - 1], ids=["held by nobody", "E + 1", "far beyond"])
+def test_an_expert_without_a_pair_aborts_the_step_and_the_abort_word_names_it(
+    expert: int, layer: int
+) -> None:
     abort = numbers(0)
     pairs_E = numbers(0, -1, 0, dtype=int32)
-    shares, _ = share_tokens(ints([[0, -1], [expert, 2]]), torch.ones(2, 2), pairs_E, abort, 1)
-    assert abort.tolist() == [1]
+    shares, _ = share_tokens(
+        ints([[0, -1], [expert, 2]]), torch.ones(2, 2), pairs_E, abort, 2, layer=layer
+    )
+    assert abort.tolist() == [layer * 2**32 + expert + 2]
+    assert missing_expert(int(abort)) == (layer, expert)
     assert shares.ids_PTK[0].tolist() == [[0, -1], [-1, 2]]
 
 
-def test_rows_of_no_expert_make_no_request() -> None:
+def test_an_expert_without_a_pair_is_not_named_where_the_step_has_failed_before() -> None:
+    abort = numbers(WAIT_FAILED)
+    share_tokens(ints([[0]]), torch.ones(1, 1), numbers(-1, dtype=int32), abort, 2, layer=7)
+    assert abort.tolist() == [WAIT_FAILED]
+    assert missing_expert(WAIT_FAILED) is None
+    assert missing_expert(0) is None
+
+
+def test_rows_of_no_expert_make_no_request_and_the_number_of_experts_is_none_too() -> None:
     abort = numbers(0)
     pairs_E = numbers(0, dtype=int32)
-    shares, places_PT = share_tokens(ints([[-1], [-1]]), torch.ones(2, 1), pairs_E, abort, 2)
+    shares, places_PT = share_tokens(
+        ints([[-1], [1]]), torch.ones(2, 1), pairs_E, abort, 2, layer=1
+    )
     assert shares.counts_P.tolist() == [0, 0]
     assert places_PT.tolist() == [[-1, -1]] * 2
     assert abort.tolist() == [0]
@@ -95,7 +113,9 @@ def test_rows_of_no_expert_make_no_request() -> None:
 
 def test_ids_in_another_dtype_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"ids_TK must be int32, got torch.int64; cast it first"):
-        share_tokens(numbers(0)[None], torch.ones(1, 1), numbers(0, dtype=int32), numbers(0), 1)
+        share_tokens(
+            numbers(0)[None], torch.ones(1, 1), numbers(0, dtype=int32), numbers(0), 1, layer=1
+        )
 
 
 # -- adding ------------------------------------------------------------------------------------
@@ -133,7 +153,7 @@ def test_sums_are_made_in_server_order_or_in_order_of_k(
     spec = PairSpec(hidden_size=hidden, top_k=3, slots=4, max_tokens=3, **options)  # type: ignore[arg-type]  # names of the lists above
     pairs = [Pair(spec=spec) for _ in range(3)]
     ids_TK, pairs_E = ints([[0, 1, 2], [2, -1, 1], [-1, -1, -1]]), numbers(2, 0, 2, dtype=int32)
-    _, places_PT = share_tokens(ids_TK, torch.ones(3, 3), pairs_E, numbers(0), 3)
+    _, places_PT = share_tokens(ids_TK, torch.ones(3, 3), pairs_E, numbers(0), 3, layer=1)
     made = torch.Generator().manual_seed(hidden)
     # numbers of such different sizes that another order has other bits
     rows = torch.randn(3, *spec.rows_shape, generator=made)
@@ -173,3 +193,22 @@ def test_what_does_not_go_together_is_refused() -> None:
             reply_dtype=torch.float32,
             exact_ids_TK=places_PT,
         )
+
+
+# -- an error's text -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        pytest.param(0, "", id="none"),
+        pytest.param(5, "full!", id="some"),
+        # rows of 3 tokens x 6 numbers, rounded up to 128 bytes
+        pytest.param(2**32 - 1, "full!" + "x" * 123, id="more than the slot holds"),
+    ],
+)
+def test_a_text_is_read_where_it_lies_and_not_beyond_its_slot(size: int, expected: str) -> None:
+    pair = Pair()
+    at = pair.spec.reply_slot(2) + HEADER_BYTES
+    pair.replies[at : at + 200] = b"full!" + b"x" * 195
+    assert read_text(client_of([None, pair], [0, 2]), 1, size) == expected

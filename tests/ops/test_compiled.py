@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from tests.ops.compiling import CAPABILITIES, Compiled, compiled, find
-from torch_eaas.ops import activation, combining, packing, row_quantizer, shrinking
+from torch_eaas.ops import (
+    activation,
+    combining,
+    packing,
+    row_dequantizer,
+    row_quantizer,
+    shrinking,
+)
 
 # all kernels are compiled for the first test
 pytestmark = pytest.mark.timeout(600)
@@ -28,6 +35,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "quantize_rows": lambda: row_quantizer.launch(
         torch.zeros(512, 7168, dtype=BF16), 128, ints(128)
     ),
+    "dequantize_rows": lambda: row_dequantizer.launch(
+        torch.zeros(512, 7168, dtype=torch.float8_e4m3fn), torch.zeros(512, 56), ints(128), BF16
+    ),
     "swiglu": lambda: activation.launch(torch.zeros(512, 4096, dtype=BF16), ints(3)),
     "swiglu_quantize": lambda: activation.launch_quantize(
         torch.zeros(512, 4096, dtype=BF16), ints(3)
@@ -43,6 +53,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         shrinking.launch(ints(1), 1),
         packing.launch(ints(1, 1, 1), ints(1), ints(1), ints(1, 1), 1),
         row_quantizer.launch(torch.zeros(1, 1), 128, ints(1)),
+        row_dequantizer.launch(
+            torch.zeros(1, 1, dtype=torch.float8_e4m3fn), torch.zeros(1, 1), ints(1), BF16
+        ),
         activation.launch_quantize(torch.zeros(1, 2), ints(3)),
         combining.launch(torch.zeros(1, 1), ints(1, 1), torch.zeros(1, 1), False, ints(1)),
     ),
@@ -96,6 +109,13 @@ def test_the_cast_to_fp8_rounds_to_nearest_and_saturates(
     assert found.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") == found.count(r"cvt.*e4m3") > 0
     # the scale and the scaled numbers are those of the CPU, to the last bit
     assert found.count(r"div\.rn\.f32") > 0
+
+
+@TARGETS
+def test_fp8_is_brought_back_by_the_gpus_own_conversion(capability: int) -> None:
+    found = find(__name__, "dequantize_rows", "_dequantize_kernel", capability)
+    assert found.count(r"cvt\.rn\.f16x2\.e4m3x2") > 0
+    assert found.count(r"st\.global\.v[24]\.b32") > 0
 
 
 @TARGETS

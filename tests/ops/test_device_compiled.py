@@ -15,9 +15,9 @@ from torch_eaas.ops import (
     casting,
     choose_replicas,
     clock,
-    gate,
     read_hidden,
     read_requests,
+    read_text,
     share_tokens,
     signal,
     slot_scan,
@@ -25,10 +25,12 @@ from torch_eaas.ops import (
     write_requests,
 )
 from torch_eaas.ops.pair_table import ClientTables, ServerTables
+from torch_eaas.ops.reference_client import Outcome
 from torch_eaas.ops.write_replies import refusal_texts
 from torch_eaas.protocol.layout import REPLY_FIELDS, REQUEST_FIELDS
 
 P, S, R, T, K, D = 32, 4, 16, 128, 8, 7168
+FP8 = torch.float8_e4m3fn
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -39,7 +41,9 @@ def launch_wait(*, for_free: bool) -> object:
     t = ClientTables.empty(P, S)
     counts_P = zeros(P, dtype=torch.int32)
     return signal.launch(
-        t.pairs_PC, t.slots_P, t.words_PS, counts_P, zeros(1), zeros(1), 20_000, 10**9, for_free
+        *(t.pairs_PC, t.slots_P, t.words_PS, counts_P, zeros(1)),
+        *(zeros(P, dtype=torch.int32), zeros(1)),
+        *(zeros(P, len(Outcome)), 3, 20_000, 10**9, for_free),
     )
 
 
@@ -71,11 +75,27 @@ def launch_write_requests(dtype: torch.dtype, hidden: int = D, layer: int = 3) -
     weights_PTK = zeros(P, T, K, dtype=torch.float32)
     shares = (counts_P, tokens_PT, ids_PTK, weights_PTK)
     x_ND = zeros(T, hidden, dtype=dtype)
+    scales_Nd = scales_of(x_ND)
     arrivals_P = zeros(P, dtype=torch.int32)
     tables = (t.pairs_PC, t.slots_P, t.words_PS)
     return write_requests.launch(
-        *tables, *shares, x_ND, zeros(1), arrivals_P, zeros(1), layer, 20_000, 4
+        *tables, *shares, x_ND, scales_Nd, zeros(1), arrivals_P, zeros(1), layer, 20_000, 4
     )
+
+
+def launch_read_hidden(dtype: torch.dtype, hidden: int = D) -> object:
+    t, x_RTD = ServerTables.empty(P, S), zeros(R, T, hidden, dtype=dtype)
+    ready_R, num_tokens_R = zeros(R, dtype=torch.int32), zeros(R, dtype=torch.int32)
+    return read_hidden.launch(
+        t.pairs_PC, t.book_3PS, ready_R, num_tokens_R, x_RTD, scales_of(x_RTD), 4
+    )
+
+
+def scales_of(rows: torch.Tensor) -> torch.Tensor | None:
+    """Return room for the scales of rows, if they are fp8."""
+    if rows.dtype != FP8:
+        return None
+    return zeros(*rows.shape[:-1], -(-rows.shape[-1] // 128), dtype=torch.float32)
 
 
 def launch_write_replies(dtype: torch.dtype, rows_per_token: int) -> object:
@@ -83,7 +103,8 @@ def launch_write_replies(dtype: torch.dtype, rows_per_token: int) -> object:
     rows_ND, statuses_R = zeros(R * T, D, dtype=dtype), zeros(R, dtype=torch.int32)
     ready_R = zeros(R, dtype=torch.int32)
     answers = (ready_R, statuses_R, zeros(R, dtype=torch.int32), rows_ND)
-    times = (zeros(1), zeros(1), zeros(1))
+    # the device's own clock, as a server's iteration has it
+    times = (zeros(1), None, zeros(1))
     arrivals_R = zeros(R, dtype=torch.int32)
     return write_replies.launch(
         t.pairs_PC, t.book_3PS, *answers, refusal_texts(), arrivals_R, *times, rows_per_token, 4
@@ -100,12 +121,15 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         zeros(256, dtype=torch.int32),
         zeros(1),
         P,
+        3,
     ),
     "add replies": lambda: launch_add(zeros(T, K, dtype=torch.int32)[:, :0], is_bf16=False),
     "add replies bf16, exact": lambda: launch_add(zeros(T, K, dtype=torch.int32), is_bf16=True),
     "wait for replies": lambda: launch_wait(for_free=False),
     "wait for free slots": lambda: launch_wait(for_free=True),
-    "close a gate": lambda: gate.launch(zeros(1), zeros(1)),
+    "read a text": lambda: read_text.launch(
+        ClientTables.empty(P, S).pairs_PC, ClientTables.empty(P, S).slots_P, 2, 60
+    ),
     "read the clock": lambda: clock.launch(zeros(1)),
     "scan": launch_scan,
     "count answers": lambda: answer_counts.launch(
@@ -119,19 +143,16 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         zeros(R * T, D, dtype=torch.float32), torch.bfloat16, zeros(R, dtype=torch.int32)
     ),
     "read requests": launch_read,
-    "read hidden": lambda: read_hidden.launch(
-        *(ServerTables.empty(P, S).pairs_PC, ServerTables.empty(P, S).book_3PS),
-        zeros(R, dtype=torch.int32),
-        zeros(R, dtype=torch.int32),
-        zeros(R, T, D, dtype=torch.bfloat16),
-        4,
-    ),
+    "read hidden": lambda: launch_read_hidden(torch.bfloat16),
+    "read hidden in fp8": lambda: launch_read_hidden(FP8),
     # one kernel for all layers: none is compiled while another one spins
     "write requests": lambda: [
         launch_write_requests(torch.bfloat16, layer=layer) for layer in (0, 1, 3, 16)
     ],
     # an odd row is copied in halves
     "write requests of 63 numbers": lambda: launch_write_requests(torch.bfloat16, 63),
+    "write requests in fp8": lambda: launch_write_requests(FP8),
+    "write requests in fp8 of 63 numbers": lambda: launch_write_requests(FP8, 63),
     "write replies": lambda: launch_write_replies(torch.float32, 1),
 }
 
@@ -173,9 +194,12 @@ def test_a_wait_polls_with_a_plain_load_that_acquires_at_system_scope(
     kernel = kernel_of(launch, capability)
     [poll] = places(kernel, ACQUIRE)
     # the abort word is this GPU's own; no read-modify-write touches a peer's word
-    [abort] = places(kernel, r"ld\.global\.gpu\.acquire\.b64")
-    [give_up] = places(kernel, r"\batom\.")
-    assert kernel.count(r"atom\.global\.gpu\.release\.exch\.b64") == 1
+    abort, closing = places(kernel, r"ld\.global\.gpu\.acquire\.b64")
+    give_up, arrival = places(kernel, r"\batom\.")
+    assert kernel.count(r"atom\.global\.release\.gpu\.cas\.b64") == 1
+    # the last block to arrive sees the abort word as all of them left it
+    assert places(kernel, ARRIVAL) == [arrival]
+    assert arrival < closing
     # once for the start, once a look
     start, look = places(kernel, "%globaltimer")
     assert start < poll < abort < look < give_up
@@ -215,9 +239,9 @@ def test_a_scan_only_loads_what_clients_write_and_its_threads_agree_when_to_go_o
     assert kernel.count(r"\batom\.") == 0
     # each look, all words once more, and the headers' counts
     look, words, counts = places(kernel, VOLATILE)
-    # once for the start, once a look
-    start, time = places(kernel, "%globaltimer")
-    assert start < look < time < words < counts
+    # once for the start, once a look, once for the end
+    start, time, end = places(kernel, "%globaltimer")
+    assert start < look < time < words < counts < end
     # one thread stores whether to look again, and all load it behind a barrier
     [decision] = [at for at in places(kernel, r"\bst\.global\.b32") if time < at < words]
     [agreed] = [at for at in places(kernel, r"\bld\.global\.b32") if decision < at < words]
@@ -243,5 +267,13 @@ def test_a_word_is_released_by_the_last_block_to_arrive(launch: str, capability:
 
 @ON_EACH
 def test_payloads_are_copied_by_sixteen_bytes_where_rows_allow_it(capability: int) -> None:
-    assert kernel_of("write requests", capability).count(r"st\.global\.v4\.b32") > 0
-    assert kernel_of("write replies", capability).count(r"st\.global\.v4\.b32") > 0
+    for launch in ("write requests", "write requests in fp8", "write replies"):
+        assert kernel_of(launch, capability).count(r"st\.global\.v4\.b32") > 0, launch
+    for launch in ("read hidden", "read hidden in fp8"):
+        assert kernel_of(launch, capability).count(r"ld\.global\.v4\.b32") > 0, launch
+
+
+@ON_EACH
+def test_fp8_is_copied_and_never_converted(capability: int) -> None:
+    for launch in ("write requests in fp8", "read hidden in fp8"):
+        assert kernel_of(launch, capability).count("e4m3") == 0, launch

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.test_registered_ops import checks_of
 from tests.ops.windowed import SPEC, Pair, client_of, numbers, server_of
 from torch_eaas.ops import (
     add_replies,
@@ -15,15 +16,16 @@ from torch_eaas.ops import (
     casting,
     choose_replicas,
     clock,
-    gate,
     read_hidden,
     read_requests,
+    read_text,
     share_tokens,
     signal,
     slot_scan,
     write_replies,
 )
 from torch_eaas.ops import write_requests as writes
+from torch_eaas.ops.reference_client import Outcome
 from torch_eaas.ops.write_replies import refusal_texts
 from torch_eaas.protocol.layout import Status
 
@@ -50,8 +52,8 @@ def shares() -> tuple[torch.Tensor, ...]:
     return counts_P, tokens_PT, torch.zeros(shape, dtype=int32), torch.zeros(shape)
 
 
+# an op's name, and what else is special about the case
 CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
-    "close_gate": (gate, lambda: (numbers(1), numbers(0))),
     "choose_replicas": (
         choose_replicas,
         lambda: (
@@ -69,6 +71,7 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
             numbers(0, 1, dtype=int32),
             numbers(0),
             2,
+            5,
         ),
     ),
     "add_replies": (
@@ -85,8 +88,20 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     ),
     "wait_words": (
         signal,
-        lambda: (*client(), numbers(1, 0, dtype=int32), numbers(0), numbers(0), 10**8, 2, False),
+        lambda: (
+            *client(),
+            numbers(1, 0, dtype=int32),
+            numbers(0),
+            numbers(0, 0, dtype=int32),
+            numbers(0),
+            torch.full((2, len(Outcome)), -77),
+            5,
+            10**8,
+            2,
+            False,
+        ),
     ),
+    "read_text": (read_text, lambda: (*client()[:2], 0, 5)),
     "scan_slots": (
         slot_scan,
         lambda: (*server(), numbers(0, 0), numbers(1), numbers(5), 3, 9, 0, 1),
@@ -126,6 +141,18 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
             numbers(0, -1, dtype=int32),
             numbers(1, 0, dtype=int32),
             torch.full((2, 3, SPEC.hidden_size), -77.0),
+            None,
+            2,
+        ),
+    ),
+    "read_hidden in fp8": (
+        read_hidden,
+        lambda: (
+            *server(),
+            numbers(0, -1, dtype=int32),
+            numbers(1, 0, dtype=int32),
+            torch.full((2, 3, SPEC.hidden_size), -77.0).to(torch.float8_e4m3fn),
+            torch.full((2, 3, 1), -77.0),
             2,
         ),
     ),
@@ -135,6 +162,22 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
             *client(),
             *shares(),
             torch.ones(3, SPEC.hidden_size),
+            None,
+            numbers(0),
+            numbers(0, 0, dtype=int32),
+            numbers(1),
+            1,
+            100,
+            2,
+        ),
+    ),
+    "write_requests in fp8": (
+        writes,
+        lambda: (
+            *client(),
+            *shares(),
+            torch.ones(3, SPEC.hidden_size).to(torch.float8_e4m3fn),
+            torch.ones(3, 1),
             numbers(0),
             numbers(0, 0, dtype=int32),
             numbers(1),
@@ -166,23 +209,31 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_op_keeps_torchs_rules(name: str) -> None:
     given = CASES[name][1]()
-    torch.library.opcheck(getattr(torch.ops.torch_eaas, name).default, given)
+    torch.library.opcheck(op_of(name), given, test_utils=checks_of(given))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_gives_and_mutates_what_the_twin_does(name: str) -> None:
     module, given = CASES[name]
     twins_given, kernels_given = given(), given()
-    twins = getattr(torch.ops.torch_eaas, name).default(*twins_given)
+    twins = op_of(name)(*twins_given)
     kernels = module.launch(*kernels_given)
     assert_equal(kernels, twins)
     assert_equal(kernels_given, twins_given)
 
 
+def op_of(case: str) -> Any:
+    return getattr(torch.ops.torch_eaas, case.split()[0]).default
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
 def assert_equal(got: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert got.dtype == expected.dtype
-        assert torch.equal(got, expected)
+        assert torch.equal(bits_of(got), bits_of(expected))
     elif isinstance(expected, tuple | list):
         for ours, theirs in zip(got, expected, strict=True):
             assert_equal(ours, theirs)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.ops.device_ends import DeviceServer, Windows
 from tests.ops.windowed import Pair, client_of, numbers
 from torch_eaas.ops.add_replies import add_replies
-from torch_eaas.ops.gate import close_gate
+from torch_eaas.ops.reference_client import Outcome
 from torch_eaas.ops.share_tokens import share_tokens
 from torch_eaas.ops.signal import Waited, wait_free, wait_replies
 from torch_eaas.ops.write_requests import write_requests
@@ -57,12 +57,14 @@ class Step:
         self.abort, self._gate = numbers(0), numbers(0)
         self._arrivals_P = numbers(0, 0, dtype=int32)
         self.kept = torch.zeros(num_layers, T, D)
-        self.waits: list[list[int]] = []
+        self.outcomes_PO = torch.zeros(2, len(Outcome), dtype=torch.int64)
+        self.outcomes: list[list[list[int]]] = []
 
     def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Run every launch, whatever becomes of it; what counts is the abort word at the end."""
-        self.abort.zero_()
-        self.waits = []
+        for word in (self.abort, self._gate, self.outcomes_PO):
+            word.zero_()
+        self.outcomes = []
         for layer in range(self.num_layers):
             self.kept[layer] = x_TD
             x_TD = self._moe(layer, x_TD, ids_TK, weights_TK)
@@ -71,10 +73,11 @@ class Step:
     def _moe(self, layer: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         gate, abort, tables = self._gate, self.abort, self.tables
         pairs_E = self.pairs_LE[layer]
-        shares, places_PT = share_tokens(ids_TK, weights_TK, pairs_E, abort, num_pairs=2)
-        close_gate(abort, gate)
-        wait_free(tables, shares.counts_P, gate, abort, timeout_us=LONG_US, looks=LOOKS)
-        close_gate(abort, gate)
+        shares, places_PT = share_tokens(
+            ids_TK, weights_TK, pairs_E, abort, num_pairs=2, layer=layer
+        )
+        waits = (tables, shares.counts_P, gate, self._arrivals_P, abort, self.outcomes_PO)
+        wait_free(*waits, layer=layer, timeout_us=LONG_US, looks=LOOKS)
         write_requests(
             tables,
             shares,
@@ -86,12 +89,8 @@ class Step:
             budget_us=LONG_US,
         )
         self._cluster.serve()
-        close_gate(abort, gate)
-        waited_P, _ = wait_replies(
-            tables, shares.counts_P, gate, abort, timeout_us=LONG_US, looks=LOOKS
-        )
-        self.waits.append(waited_P.tolist())
-        close_gate(abort, gate)
+        wait_replies(*waits, layer=layer, timeout_us=LONG_US, looks=LOOKS)
+        self.outcomes.append(self.outcomes_PO[:, :2].tolist())
         return add_replies(tables, places_PT, gate, x_TD, reply_dtype=torch.float32)
 
 
@@ -114,7 +113,8 @@ def test_a_server_that_dies_at_layer_3_costs_one_wait_and_the_replayed_step_is_t
     num_layers = num_layers_of(implementation)
     undisturbed = Step(Cluster(num_layers), num_layers)
     expected_TD = undisturbed.run(*inputs())
-    assert undisturbed.waits == [[Waited.ARRIVED, Waited.ARRIVED]] * num_layers
+    layers = range(num_layers)
+    assert undisturbed.outcomes == [[[Waited.ARRIVED, layer]] * 2 for layer in layers]
 
     cluster = Cluster(num_layers)
     step = Step(cluster, num_layers)
@@ -129,10 +129,9 @@ def test_a_server_that_dies_at_layer_3_costs_one_wait_and_the_replayed_step_is_t
     cluster.serve = serve_until_layer_3  # type: ignore[method-assign]  # the planned fault
     step.run(*inputs())
     assert step.abort.tolist() == [1]
-    arrived, nothing = [Waited.ARRIVED] * 2, [Waited.NOTHING] * 2
-    assert step.waits[:3] == [arrived] * 3
-    assert step.waits[3] == [Waited.ARRIVED, Waited.TIMED_OUT]
-    assert step.waits[4:] == [nothing] * (num_layers - 4)
+    assert step.outcomes[:3] == undisturbed.outcomes[:3]
+    # and so it stays: after the step the host reads who failed, how, and where
+    assert step.outcomes[3:] == [[[Waited.ARRIVED, 3], [Waited.TIMED_OUT, 3]]] * (num_layers - 3)
     # four requests went out, and not one behind the layer that failed
     assert (step.tables.words_PS >> 8)[:, 0].tolist() == [4, 4]
 
@@ -140,7 +139,7 @@ def test_a_server_that_dies_at_layer_3_costs_one_wait_and_the_replayed_step_is_t
     step.pairs_LE.fill_(0)
     again_TD = step.run(*inputs())
     assert step.abort.tolist() == [0]
-    assert step.waits == [[Waited.ARRIVED, Waited.NOTHING]] * num_layers
+    assert step.outcomes == [[[Waited.ARRIVED, layer], [Waited.NOTHING, 0]] for layer in layers]
     assert torch.equal(again_TD, expected_TD)
     assert torch.equal(step.kept, undisturbed.kept)
 

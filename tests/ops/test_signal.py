@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.ops.windowed import Pair, client_of, numbers
 from torch_eaas.errors import ConfigError
-from torch_eaas.ops.gate import close_gate
 from torch_eaas.ops.pair_table import ClientTables
-from torch_eaas.ops.signal import Waited, wait_free, wait_replies
+from torch_eaas.ops.reference_client import WAIT_FAILED, Outcome, Waited, missing_word
+from torch_eaas.ops.signal import wait_free, wait_replies
 from torch_eaas.protocol.layout import Status
 from torch_eaas.protocol.words import MAX_SEQUENCE
 
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("implementation", "poisoned_empty")
 
 NOTHING, ARRIVED, TIMED_OUT, ABORTED, REFUSED, STRANGE = Waited
 ENOUGH_US = 10**8
+LAYER = 40
 
 
 def wait(
@@ -28,19 +29,30 @@ def wait(
     counts: list[int],
     *,
     abort: Tensor | None = None,
-    gate: int = 0,
+    gate: Tensor | None = None,
     looks: int = 3,
 ) -> tuple[list[int], Tensor]:
     """Wait for replies; return what became of each wait, and the headers."""
-    waited_P, replies_PF = wait_replies(
+    abort, gate = numbers(0) if abort is None else abort, numbers(0) if gate is None else gate
+    arrivals_P = numbers(*[0] * len(counts), dtype=torch.int32)
+    outcomes_PO = torch.zeros(len(counts), len(Outcome), dtype=torch.int64)
+    wait_replies(
         tables,
         numbers(*counts, dtype=torch.int32),
-        numbers(gate),
-        numbers(0) if abort is None else abort,
+        gate,
+        arrivals_P,
+        abort,
+        outcomes_PO,
+        layer=LAYER,
         timeout_us=ENOUGH_US,
         looks=looks,
     )
-    return waited_P.tolist(), replies_PF
+    # the gate says what the abort word says, and no arrival is left
+    assert gate.tolist() == abort.tolist()
+    assert arrivals_P.tolist() == [0] * len(counts)
+    is_waited_P = outcomes_PO[:, 0] != NOTHING
+    assert outcomes_PO[:, 1].tolist() == (LAYER * is_waited_P).tolist()
+    return outcomes_PO[:, 0].tolist(), outcomes_PO[:, 2:]
 
 
 def test_each_pair_is_waited_for_by_its_own_word_and_the_abort_word_is_set_once_one_gives_up() -> (
@@ -114,12 +126,13 @@ def test_an_answer_of_another_instance_or_epoch_does_not_count(changed: dict[str
     assert abort.tolist() == [1]
 
 
-def test_behind_a_closed_gate_nobody_waits_and_nothing_is_aborted() -> None:
+def test_behind_a_closed_gate_nobody_waits_and_nothing_is_noted() -> None:
     tables = client_of([Pair(), Pair()], [0, 0])
     tables.words_PS[:] = 0x101
-    abort = numbers(0)
-    assert wait(tables, [1, 1], abort=abort, gate=1, looks=10**9)[0] == [NOTHING, NOTHING]
-    assert abort.tolist() == [0]
+    abort = numbers(missing_word(3, 5))
+    gate = abort.clone()
+    assert wait(tables, [1, 1], abort=abort, gate=gate, looks=10**9)[0] == [NOTHING, NOTHING]
+    assert abort.tolist() == [missing_word(3, 5)]
 
 
 def test_a_step_that_was_aborted_before_costs_one_look_a_pair() -> None:
@@ -172,36 +185,79 @@ def test_a_slot_is_free_once_its_last_request_is_answered_whoever_reads_the_answ
         pair.reply(p, reply_word, status=Status.INTERNAL)
     abort = numbers(0)
     counts_P = numbers(1, 1, 1, 1, dtype=torch.int32)
-    waited_P = wait_free(tables, counts_P, numbers(0), abort, timeout_us=ENOUGH_US, looks=2)
+    outcomes_PO = torch.full((4, len(Outcome)), -77)
+    wait_free(
+        *(tables, counts_P, numbers(0), numbers(0, dtype=torch.int32), abort, outcomes_PO),
+        layer=LAYER,
+        timeout_us=ENOUGH_US,
+        looks=2,
+    )
     # never used; answered; the answer to the request before; answered
-    assert waited_P.tolist() == [ARRIVED, ARRIVED, TIMED_OUT, ARRIVED]
-    assert abort.tolist() == [1]
+    untouched = [-77] * len(Outcome)
+    timed_out = [TIMED_OUT, LAYER, *[0] * 8]
+    assert outcomes_PO.tolist() == [untouched, untouched, timed_out, untouched]
+    assert abort.tolist() == [WAIT_FAILED]
 
 
-def test_a_gate_takes_what_the_abort_word_is() -> None:
-    abort, gate = numbers(1), numbers(0)
-    close_gate(abort, gate)
-    assert gate.tolist() == [1]
+@pytest.mark.parametrize("count", [0, 1], ids=["not asked", "behind a closed gate"])
+def test_the_outcome_of_who_is_not_waited_for_stays_as_it_was(count: int) -> None:
+    tables = client_of([Pair()], [0])
+    outcomes_PO = torch.full((1, len(Outcome)), -77)
+    arrivals_P = numbers(0, dtype=torch.int32)
+    for wait_any in (wait_replies, wait_free):
+        gate, abort = numbers(count), numbers(count)
+        wait_any(
+            *(tables, numbers(count, dtype=torch.int32), gate, arrivals_P, abort, outcomes_PO),
+            layer=LAYER,
+            timeout_us=ENOUGH_US,
+            looks=2,
+        )
+    assert outcomes_PO.tolist() == [[-77] * len(Outcome)]
+
+
+def test_a_failed_wait_leaves_the_reason_that_came_first() -> None:
+    tables = client_of([Pair()], [0])
+    tables.words_PS[:] = 0x101
+    abort = numbers(missing_word(3, 5))
+    assert wait(tables, [1], abort=abort)[0] == [ABORTED]
+    assert abort.tolist() == [missing_word(3, 5)]
+
+
+def test_the_end_of_a_wait_closes_the_gate_of_the_stages_behind_it_whoever_set_the_abort_word() -> (
+    None
+):
+    pair = Pair()
+    tables = client_of([pair], [0])
+    tables.words_PS[:] = 0x101
+    pair.reply(0, 0x102)
+    # another micro-batch has failed, while this one's answer has come
+    abort, gate = numbers(WAIT_FAILED), numbers(0)
+    assert wait(tables, [1], abort=abort, gate=gate)[0] == [ARRIVED]
+    assert gate.tolist() == [WAIT_FAILED]
+    # a step begins anew
     abort.zero_()
-    close_gate(abort, gate)
-    assert gate.tolist() == [0]
+    gate.zero_()
+    assert wait(tables, [1], abort=abort, gate=gate)[0] == [ARRIVED]
 
 
-def test_a_failed_wait_closes_the_gates_of_the_stages_behind_it_for_one_budget_in_all() -> None:
+def test_a_failed_wait_ends_those_behind_it_for_one_budget_in_all() -> None:
     tables = client_of([Pair()], [0])
     tables.words_PS[:] = 0x101
     abort, gate = numbers(0), numbers(0)
     ended = []
     for _ in range(5):
-        close_gate(abort, gate)
-        ended += wait(tables, [1], abort=abort, gate=int(gate), looks=2 if not ended else 10**9)[0]
+        ended += wait(tables, [1], abort=abort, gate=gate, looks=2 if not ended else 10**9)[0]
     assert ended == [TIMED_OUT, NOTHING, NOTHING, NOTHING, NOTHING]
 
 
 def test_counts_of_another_dtype_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"counts_P must be int32, got torch.int64; cast it"):
         wait_free(
-            client_of([Pair()], [0]), numbers(1), numbers(0), numbers(0), timeout_us=1, looks=1
+            *(client_of([Pair()], [0]), numbers(1), numbers(0), numbers(0, dtype=torch.int32)),
+            *(numbers(0), numbers(0)[None]),
+            layer=0,
+            timeout_us=1,
+            looks=1,
         )
 
 
@@ -213,6 +269,9 @@ def test_a_wait_without_a_bound_is_refused(name: str) -> None:
             client_of([Pair()], [0]),
             numbers(1, dtype=torch.int32),
             numbers(0),
+            numbers(0, dtype=torch.int32),
             numbers(0),
+            numbers(0)[None],
+            layer=0,
             **bounds,
         )

@@ -22,7 +22,8 @@ S = SPEC.slots
 
 
 def scan(tables: ServerTables, now: int = 0, max_requests: int = 8) -> list[int]:
-    ready_R, _, num_ready = scan_slots(tables, numbers(now), max_requests)
+    ready_R, _, num_ready, ended = scan_slots(tables, numbers(now), max_requests)
+    assert ended.tolist() == [now]
     listed: list[int] = ready_R.tolist()
     count = int(num_ready)
     assert listed[count:] == [-1] * (max_requests - count)
@@ -33,8 +34,8 @@ def scan(tables: ServerTables, now: int = 0, max_requests: int = 8) -> list[int]
 def scan_all(
     tables: ServerTables, max_tokens: int, **more: int
 ) -> tuple[list[int], list[int], int]:
-    ready_R, tokens_R, num_ready = scan_slots(tables, numbers(0), 4, max_tokens=max_tokens, **more)
-    return ready_R.tolist(), tokens_R.tolist(), int(num_ready)
+    found = scan_slots(tables, numbers(0), 4, max_tokens=max_tokens, **more)
+    return found.ready_R.tolist(), found.tokens_R.tolist(), int(found.num_ready)
 
 
 def take(tables: ServerTables, entries: list[int]) -> None:

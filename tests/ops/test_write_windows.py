@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch_eaas.ops.pair_table import FREE_ROW, ClientTables, Column, pair_row, 
 from torch_eaas.ops.write_replies import Answers, refusal_texts, write_replies
 from torch_eaas.ops.write_requests import Shares, write_requests
 from torch_eaas.protocol.layout import HEADER_BYTES, REPLY_HEADER, PairSpec, Status
+from torch_eaas.row_views import TORCH_DTYPES
 
 pytestmark = pytest.mark.usefixtures("implementation", "poisoned_empty")
 
@@ -32,7 +34,13 @@ def shares_of(spec: PairSpec, counts: list[int]) -> Shares:
 
 
 def write(
-    tables: ClientTables, shares: Shares, x_ND: torch.Tensor, *, gate: int = 0, blocks: int = 2
+    tables: ClientTables,
+    shares: Shares,
+    x_ND: torch.Tensor,
+    scales_Nd: torch.Tensor | None = None,
+    *,
+    gate: int = 0,
+    blocks: int = 2,
 ) -> None:
     arrivals_P = torch.zeros_like(shares.counts_P)
     write_requests(
@@ -45,27 +53,36 @@ def write(
         version=numbers(4),
         budget_us=500,
         blocks=blocks,
+        scales_Nd=scales_Nd,
     )
     assert not arrivals_P.any()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("hidden", [1, 63, 64, 2500])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("hidden", [1, 62, 63, 64, 2500])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_rows_of_any_size_arrive_bit_by_bit(dtype: str, hidden: int, blocks: int) -> None:
-    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     wire: Any = dtype
     spec = PairSpec(hidden_size=hidden, top_k=1, slots=1, max_tokens=4, wire_dtype=wire)
     pair = Pair(spec=spec)
     made = torch.Generator().manual_seed(hidden)
     # any bits, those of NaN too
     x_ND = torch.randint(-(2**15), 2**15, (5, hidden, 2), generator=made, dtype=torch.int16)
-    x_ND = x_ND.view(torch_dtype).flatten(1)[:, :hidden].contiguous()
+    x_ND = x_ND.view(TORCH_DTYPES[dtype]).flatten(1)[:, :hidden].contiguous()
+    scales_Nd = torch.randn(5, -(-hidden // 128), generator=made) if dtype == "fp8" else None
     tables = ClientTables.empty(1, 1)
     tables.pairs_PC[0] = pair.row
     shares = shares_of(spec, [4])
     shares.tokens_PT[0] = numbers(4, 0, 0, 2, dtype=int32)
-    write(tables, shares, x_ND, blocks=blocks)
+    write(tables, shares, x_ND, scales_Nd, blocks=blocks)
+    if scales_Nd is not None:
+        at = spec.request_slot(0) + spec.scales_offset
+        expected = scales_Nd[[4, 0, 0, 2]].numpy().tobytes()
+        assert bytes(pair.requests[at : at + len(expected)]) == expected
+        # up to the hidden states nothing else
+        assert not any(
+            pair.requests[at + len(expected) : spec.request_slot(0) + spec.hidden_offset]
+        )
     at = spec.request_slot(0) + spec.hidden_offset
     expected = x_ND.view(torch.uint8)[[4, 0, 0, 2]].numpy().tobytes()
     assert bytes(pair.requests[at : at + len(expected)]) == expected
@@ -94,10 +111,27 @@ def test_behind_a_closed_gate_nothing_is_written_and_no_sequence_advances() -> N
 def test_a_batch_in_another_dtype_or_layout_is_refused() -> None:
     pair = Pair()
     tables, shares = client_of([pair], [0]), shares_of(pair.spec, [1])
-    with pytest.raises(ConfigError, match=r"x_ND must be float32 or bfloat16 or float16, got .*64"):
+    dtypes = "float32 or bfloat16 or float16 or float8_e4m3fn"
+    with pytest.raises(ConfigError, match=f"x_ND must be {dtypes}, got .*64"):
         write(tables, shares, torch.ones(3, 6, dtype=torch.float64))
     with pytest.raises(ConfigError, match=r"x_ND must be contiguous, got strides \(1, 3\)"):
         write(tables, shares, torch.ones(6, 3).T)
+
+
+def test_scales_belong_to_fp8_and_to_no_other_wire_dtype() -> None:
+    pair = Pair()
+    tables, shares = client_of([pair], [0]), shares_of(pair.spec, [1])
+    x_ND, scales_Nd = torch.ones(3, 6), torch.ones(3, 1)
+    message = "scales_Nd belongs to rows of float8_e4m3fn and to no others, got {} for torch.{}; "
+    with pytest.raises(ConfigError, match=message.format("some", "float32")):
+        write(tables, shares, x_ND, scales_Nd)
+    x_ND = x_ND.to(torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=message.format("none", "float8_e4m3fn")):
+        write(tables, shares, x_ND)
+    with pytest.raises(ConfigError, match=r"scales_Nd must have shape \(3, 1\) beside .*\(3, 2\)"):
+        write(tables, shares, x_ND, torch.ones(3, 2))
+    with pytest.raises(ConfigError, match=r"scales_Nd must be float32, got torch.float64"):
+        write(tables, shares, x_ND, scales_Nd.double())
 
 
 def test_shares_in_another_dtype_are_refused() -> None:
@@ -186,8 +220,12 @@ def test_a_pairs_row_says_where_its_windows_parts_lie() -> None:
     assert len(row) == len(FREE_ROW) == len(Column)
     assert row[Column.REQUESTS : Column.SLOTS] == [0x1000, 0x2000, -1, 3]
     # 17 words of 8 bytes, 33 x 2 ids of 4 bytes, 33 x 8 numbers of 4, each rounded up to 128
-    assert row[Column.SLOTS :] == [17, 33, 256, 128 + 384 + 384 + 1152, 128 + 1152, 512, 896]
+    assert row[Column.SLOTS :] == [17, 33, 256, 128 + 384 + 384 + 1152, 128 + 1152, 512, 896, 896]
     assert unsigned(row[Column.INSTANCE]) == 2**64 - 1
+    fp8 = dataclasses.replace(spec, wire_dtype="fp8")
+    row = pair_row(fp8, requests=0x1000, replies=0x2000, instance=1, epoch=1)
+    # one scale a token: 33 of 4 bytes, rounded up to 256
+    assert (row[Column.SCALES_OFFSET], row[Column.HIDDEN_OFFSET]) == (896, 896 + 256)
 
 
 @pytest.mark.parametrize("address", [0, -128, 0x1008])

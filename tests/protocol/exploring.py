@@ -11,6 +11,7 @@ and from every state such an end must be within reach without another fault.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -221,12 +222,22 @@ def explore(start: World, max_depth: int | None = None, numbers: Numbers | None 
     Raises:
         BrokenPromise: The text ends with the steps that led there.
     """
-    search = _Search(max_depth, numbers or Numbers())
+    collects = gc.isenabled()
+    # hundreds of thousands of things, none of them in a ring
+    gc.disable()
+    try:
+        return _explore(start, _Search(max_depth, numbers or Numbers()))
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _explore(start: World, search: _Search) -> Explored:
     at, _ = search.note(start, 0, None)
     todo: deque[tuple[int, World]] = deque([(at, start)])
     while todo:
         at, world = todo.popleft()
-        if search.depth[at] == max_depth:
+        if search.depth[at] == search.max_depth:
             search.safe.append(at)
             search.found.is_complete = False
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch_eaas.errors import ConfigError
 from torch_eaas.protocol.layout import PairSpec, align
 
-ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
+ITEM = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 MIB = 2**20
 
 R1 = PairSpec(hidden_size=7168, top_k=8, slots=4, max_tokens=128, wire_dtype="bf16")
@@ -23,6 +24,9 @@ R1_EXACT = PairSpec(
 SPECS = pytest.mark.parametrize(
     "spec",
     [
+        pytest.param(
+            PairSpec(hidden_size=300, top_k=2, slots=3, max_tokens=5, wire_dtype="fp8"), id="fp8"
+        ),
         pytest.param(PairSpec(hidden_size=1, top_k=1, slots=1, max_tokens=1), id="smallest"),
         pytest.param(PairSpec(hidden_size=63, top_k=3, slots=5, max_tokens=7), id="odd"),
         pytest.param(
@@ -50,7 +54,7 @@ specs = st.builds(
     top_k=st.integers(1, 9),
     slots=st.integers(1, 64),
     max_tokens=st.integers(1, 70),
-    wire_dtype=st.sampled_from(["fp32", "bf16", "fp16"]),
+    wire_dtype=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]),
     reply_dtype=st.sampled_from(["fp32", "bf16"]),
     combine=st.sampled_from(["partial", "exact"]),
 )
@@ -59,6 +63,12 @@ specs = st.builds(
 def up(size: int) -> int:
     """Round up to 128, by counting."""
     return next(n for n in range(size, size + 128) if n % 128 == 0)
+
+
+def scales_bytes(spec: PairSpec) -> int:
+    """Return the bytes of a slot's scales, by counting: one of 4 bytes for each 128 numbers."""
+    per_token = len(range(0, spec.hidden_size, 128)) if spec.wire_dtype == "fp8" else 0
+    return spec.max_tokens * per_token * 4
 
 
 def request_parts(spec: PairSpec) -> list[tuple[int, int]]:
@@ -72,9 +82,11 @@ def request_parts(spec: PairSpec) -> list[tuple[int, int]]:
             (0, 128),
             (spec.ids_offset, numbers * 4),
             (spec.weights_offset, numbers * 4),
+            (spec.scales_offset, scales_bytes(spec)),
             (spec.hidden_offset, hidden),
         ):
-            parts.append((base + offset, base + offset + size))
+            if size:
+                parts.append((base + offset, base + offset + size))
     return parts
 
 
@@ -102,18 +114,20 @@ def test_sizes_and_offsets_are_the_sums_of_their_aligned_parts(spec: PairSpec) -
     rows = spec.max_tokens * (spec.top_k if spec.combine == "exact" else 1)
     answer = up(rows * spec.hidden_size * ITEM[spec.reply_dtype])
     words = up(spec.slots * 8)
+    before_hidden = 128 + 2 * numbers + up(scales_bytes(spec))
 
     assert spec.ids_offset == 128
     assert spec.weights_offset == 128 + numbers
-    assert spec.hidden_offset == 128 + 2 * numbers
-    assert spec.request_slot_bytes == 128 + 2 * numbers + hidden
-    assert spec.request_bytes == words + spec.slots * (128 + 2 * numbers + hidden)
+    assert spec.scales_offset == 128 + 2 * numbers
+    assert spec.hidden_offset == before_hidden
+    assert spec.request_slot_bytes == before_hidden + hidden
+    assert spec.request_bytes == words + spec.slots * (before_hidden + hidden)
     assert spec.rows_offset == 128
     assert spec.reply_rows_bytes == answer
     assert spec.reply_slot_bytes == 128 + answer
     assert spec.reply_bytes == words + spec.slots * (128 + answer)
     for slot in range(spec.slots):
-        assert spec.request_slot(slot) == words + slot * (128 + 2 * numbers + hidden)
+        assert spec.request_slot(slot) == words + slot * (before_hidden + hidden)
         assert spec.reply_slot(slot) == words + slot * (128 + answer)
 
 
@@ -153,6 +167,14 @@ def test_a_request_of_few_tokens_is_one_piece_far_shorter_than_its_slot() -> Non
     assert used < R1.request_slot_bytes / 80
 
 
+def test_an_r1_token_has_56_scales_in_fp8_and_the_slot_is_little_more_than_half_of_bf16s() -> None:
+    fp8 = dataclasses.replace(R1, wire_dtype="fp8")
+    assert fp8.scales_per_token == 7168 / 128 == 56
+    # hidden, scales, ids and weights
+    assert fp8.request_slot_bytes == 128 + 128 * (7168 + 56 * 4 + 2 * 8 * 4) == 954_496
+    assert R1.scales_per_token == 0
+
+
 # -- what a spec refuses -----------------------------------------------------------------------
 
 
@@ -165,8 +187,8 @@ def test_a_request_of_few_tokens_is_one_piece_far_shorter_than_its_slot() -> Non
         ({"max_tokens": 2.0}, r"max_tokens must be an integer of at least 1, got 2\.0"),
         ({"hidden_size": "8"}, r"hidden_size must be an integer of at least 1, got '8'"),
         ({"hidden_size": True}, r"hidden_size must be an integer of at least 1, got True"),
-        ({"wire_dtype": "fp64"}, r"wire_dtype must be one of fp32, bf16, fp16, got 'fp64'"),
-        ({"wire_dtype": []}, r"wire_dtype must be one of fp32, bf16, fp16, got \[\]"),
+        ({"wire_dtype": "fp64"}, r"wire_dtype must be one of fp32, bf16, fp16, fp8, got 'fp64'"),
+        ({"wire_dtype": []}, r"wire_dtype must be one of fp32, bf16, fp16, fp8, got \[\]"),
         ({"reply_dtype": "fp16"}, r"reply_dtype must be one of fp32, bf16, got 'fp16'"),
         ({"combine": "sum"}, r"combine must be one of partial, exact, got 'sum'"),
         ({"slots": 65}, r"at most 64 slots of 65536 tokens, got 65 of 4"),

@@ -61,6 +61,21 @@ def test_a_handshake_that_succeeds_starts_the_pauses_anew() -> None:
     assert pair.may_open(NOW + 0.051)
 
 
+def test_windows_that_nothing_comes_through_lengthen_the_pauses_until_something_does() -> None:
+    pair = ClientPair()
+
+    def pause(in_vain: bool) -> float:
+        pair.opened(pair.next_epoch())
+        pair.leave(in_vain=in_vain)
+        pair.refused(NOW, 1.0)
+        pauses = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
+        return next(p for p in pauses if pair.may_open(NOW + p * 1.001))
+
+    assert [pause(True) for _ in range(7)] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    assert pause(False) == 0.05
+    assert pause(True) == 0.1
+
+
 def test_retiring_a_pair_that_has_no_window_leaves_none_behind() -> None:
     # the data path and the thread that keeps pairs may both find a server lost
     pair = ClientPair()

@@ -139,6 +139,27 @@ def test_bf16_travels_as_the_upper_half_of_fp32() -> None:
     assert writes_of(trace, 1)["slot 0 rows or text"] == came
 
 
+def test_fp8_travels_as_e4m3_beside_its_scales() -> None:
+    parts = writes_of(trace_of("fp8"), 0)
+    # 112 / 448 twice, and 1 for zeros
+    assert parts["slot 0 scales"] == struct.pack("<3f", 0.25, 0.25, 1.0)
+    # 7 * 2**(d - 3) / 0.25 is 3.5 to 448: exponents 1 to 8, biased by 7, and three bits 110
+    first = [(d + 1 + 7) << 3 | 0b110 for d in range(8)]
+    # 448, 64, 80, 4, 8, 12, 20, -64
+    second = [0x7E, 0x68, 0x6A, 0x48, 0x50, 0x54, 0x5A, 0xE8]
+    assert parts["slot 0 hidden"] == bytes([*first, *second, *[0] * 8])
+
+
+def test_fp8_is_computed_with_in_fp32() -> None:
+    trace = trace_of("fp8")
+    kept = [112.0, 16.0, 20.0, 1.0, 2.0, 3.0, 5.0, -16.0]
+    # expert e of layer 2 multiplies by 2 + e
+    sums = [0.5 * 2 + 0.25 * 3, 1.0 * 5 + 0.5 * 4, 2.0 * 3]
+    x = [tokens(1, 7.0)[0], kept, [0.0] * 8]
+    rows = [s * n for s, token in zip(sums, x, strict=True) for n in token]
+    assert writes_of(trace, 1)["slot 0 rows or text"] == struct.pack("<24f", *rows)
+
+
 def test_two_requests_in_flight_have_slots_words_and_sequences_of_their_own() -> None:
     trace = trace_of("two_in_flight")
     first, second, reply = (writes_of(trace, event) for event in range(3))

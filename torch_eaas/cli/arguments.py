@@ -1,7 +1,19 @@
 """Values of options that argparse has no type for; a wrong one is an error of usage."""
 
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from datetime import timedelta
+
+from torch_eaas.comm.auto import AUTO, BETWEEN_PROCESSES
+
+
+def add_transport(parser: ArgumentParser) -> None:
+    """Declare the option of what reaches a peer's windows."""
+    parser.add_argument(
+        "--transport",
+        choices=BETWEEN_PROCESSES,
+        default=AUTO,
+        help="how clients and servers reach each other, the same at both ends (%(default)s)",
+    )
 
 
 def count(text: str) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple, get_args
 
 from torch_eaas.cli import arguments
 from torch_eaas.cli.tables import Table
+from torch_eaas.comm.auto import AUTO, BETWEEN_PROCESSES
 from torch_eaas.config import Storage
 from torch_eaas.errors import ConfigError
 
@@ -72,6 +73,9 @@ class ServerSpec:
 
     storage: Storage
     """How it keeps weights."""
+
+    transport: str
+    """How clients reach it."""
 
     max_rows: int
     """Most (token, expert) rows of one batch."""
@@ -195,6 +199,7 @@ def _servers(table: Table) -> list[ServerSpec]:
     name, count = table.name("server"), table.integer("count", 1, 1)
     which = _which(table, count)
     storage: Storage = table.one_of("storage", get_args(Storage), "fp32")
+    transport = table.one_of("transport", BETWEEN_PROCESSES, AUTO)
     max_rows, threads = table.integer("max_rows", 2048, 1), table.integer("threads", 1, 1)
     room, max_restarts = table.integer("room", 0, 0), table.integer("max_restarts", 5, 0)
     table.finish()
@@ -207,6 +212,7 @@ def _servers(table: Table) -> list[ServerSpec]:
             standby=which.standby,
             room=room,
             storage=storage,
+            transport=transport,
             max_rows=max_rows,
             threads=threads,
             max_restarts=max_restarts,

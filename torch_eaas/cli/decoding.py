@@ -57,7 +57,7 @@ def decode(
     drawing = (
         {} if options.temperature is None else {"temperature": options.temperature, "top_k": 0}
     )
-    settings = transformers.GenerationConfig(  # type: ignore[no-untyped-call]  # transformers'
+    settings = transformers.GenerationConfig(
         max_new_tokens=options.max_new_tokens,
         do_sample=options.temperature is not None,
         eos_token_id=model.generation_config.eos_token_id,

@@ -31,6 +31,7 @@ def make_device_server(
     pairs: PairOptions,
     config: ServerConfig,
     *,
+    transport: str,
     monitor: str | None,
     model: ModelInfo,
     load: Load,
@@ -46,4 +47,6 @@ def make_device_server(
         reply_dtype=pairs.reply_dtype,
         combine=pairs.combine,
     )
-    return DeviceServer(slab, spec, config, monitor=monitor, model=model, load=load)
+    return DeviceServer(
+        slab, spec, config, transport=transport, monitor=monitor, model=model, load=load
+    )

@@ -8,7 +8,7 @@ from typing import get_args
 from torch_eaas.cli import access, arguments
 from torch_eaas.cli.environment import set_threads, torchrun_rank
 from torch_eaas.cli.verb import Verb
-from torch_eaas.config import Combine
+from torch_eaas.config import Combine, WireDtype
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -40,6 +40,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="who adds up a token's experts: the servers (partial), or the client in an order "
         "that does not depend on the placement (exact); %(default)s",
     )
+    parser.add_argument(
+        "--wire-dtype",
+        choices=get_args(WireDtype),
+        default="fp32",
+        help="of hidden states on their way to a server; fp8 has a scale for each 128 numbers "
+        "(%(default)s)",
+    )
     parser.add_argument("--sample", action="store_true", help="draw tokens, do not take the best")
     add_sampling(parser)
     parser.add_argument(
@@ -52,6 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=arguments.count, default=1, help="threads of the client (%(default)s)"
     )
+    arguments.add_transport(parser)
     access.add_token(parser)
     access.add_authority(parser)
 
@@ -88,11 +96,13 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             checkpoint=args.checkpoint,
             monitor=args.monitor,
             servers=tuple(args.servers or ()),
+            transport=args.transport,
             prompt=args.prompt[(rank or 0) % len(args.prompt)],
             name=name if rank is None else f"{name}-{rank}",
             prefix="" if rank is None else f"[{name}-{rank}] ",
             dtype=args.dtype,
             combine=args.combine,
+            wire_dtype=args.wire_dtype,
             wait=args.wait,
             threads=args.threads,
             access=access.access_of(args),

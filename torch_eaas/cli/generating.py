@@ -16,7 +16,7 @@ from torch_eaas.cli.phases import phase_of
 from torch_eaas.cli.printer import Printer
 from torch_eaas.cli.text import text_of
 from torch_eaas.client import Client
-from torch_eaas.config import ClientConfig, Combine
+from torch_eaas.config import ClientConfig, Combine, WireDtype
 from torch_eaas.models.checkpoint import Checkpoint
 from torch_eaas.models.family import MoeShape
 from torch_eaas.models.load import load_client
@@ -38,6 +38,9 @@ class GenerateOptions:
     servers: tuple[str, ...]
     """Control endpoints."""
 
+    transport: str
+    """The transport's name, or auto."""
+
     prompt: str
     """The text to go on from."""
 
@@ -53,6 +56,9 @@ class GenerateOptions:
     combine: Combine
     """Who adds up a token's experts."""
 
+    wire_dtype: WireDtype
+    """Of hidden states that travel to servers."""
+
     wait: timedelta
     """How long to wait until every expert has a server."""
 
@@ -66,13 +72,21 @@ class GenerateOptions:
     """How tokens are chosen."""
 
 
-def client_config(shape: MoeShape, *, name: str, combine: Combine, access: Access) -> ClientConfig:
+def client_config(
+    shape: MoeShape,
+    *,
+    name: str,
+    combine: Combine,
+    access: Access,
+    wire_dtype: WireDtype = "fp32",
+) -> ClientConfig:
     """Return the configuration of a client of a checkpoint's servers."""
     return ClientConfig(
         hidden_size=shape.hidden_size,
         top_k=shape.top_k,
         name=name,
         combine=combine,
+        wire_dtype=wire_dtype,
         fingerprint=shape.fingerprint,
         access=access,
     )
@@ -83,8 +97,19 @@ def generate(options: GenerateOptions) -> int:
     torch.set_num_threads(options.threads)
     with Checkpoint(options.checkpoint) as checkpoint:
         shape, text = read_shape(checkpoint), text_of(checkpoint)
-    config = client_config(shape, name=options.name, combine=options.combine, access=options.access)
-    with Client(config, servers=options.servers, monitor=options.monitor) as client:
+    config = client_config(
+        shape,
+        name=options.name,
+        combine=options.combine,
+        access=options.access,
+        wire_dtype=options.wire_dtype,
+    )
+    with Client(
+        config,
+        servers=options.servers,
+        monitor=options.monitor,
+        transport=options.transport,
+    ) as client:
         model = load_client(options.checkpoint, client, dtype=TORCH_DTYPES[options.dtype])
         client.wait_ready(shape.moe_layers, shape.num_experts, options.wait)
         # what is alive now stays so: a full collection would only stop the client to find that out

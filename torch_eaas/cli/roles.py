@@ -91,6 +91,7 @@ def _server(spec: ServerSpec, file: ClusterFile) -> Role:
         *which,
         f"--name={spec.name}",
         f"--storage={spec.storage}",
+        f"--transport={spec.transport}",
         f"--max-rows={spec.max_rows}",
         f"--threads={spec.threads}",
     )

@@ -55,6 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--address", default="", help="control endpoint, unix:/path or unix:@name (any)"
     )
+    arguments.add_transport(parser)
     parser.add_argument(
         "--max-rows",
         type=arguments.count,
@@ -134,6 +135,7 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
             storage=args.storage or ("fp32" if args.device == "cpu" else "bf16"),
             name=args.name or f"server-{index if count > 1 else os.getpid()}",
             address=args.address,
+            transport=args.transport,
             max_rows=args.max_rows,
             threads=args.threads,
             trace=args.trace,

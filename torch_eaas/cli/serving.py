@@ -91,6 +91,9 @@ class ServeOptions:
     address: str
     """Control endpoint; empty for any."""
 
+    transport: str
+    """The transport's name, or auto."""
+
     max_rows: int
     """Most rows of one batch."""
 
@@ -168,11 +171,25 @@ def make_server(
     )
     load, monitor = _loader(options, shape, experts), options.monitor
     if isinstance(experts, ExpertPool):
-        return ExpertServer(experts, config, monitor=monitor, model=model, load=load)
+        return ExpertServer(
+            experts,
+            config,
+            transport=options.transport,
+            monitor=monitor,
+            model=model,
+            load=load,
+        )
     from torch_eaas.cli.device_serving import make_device_server
 
     return make_device_server(
-        experts, shape, options.pairs, config, monitor=monitor, model=model, load=load
+        experts,
+        shape,
+        options.pairs,
+        config,
+        transport=options.transport,
+        monitor=monitor,
+        model=model,
+        load=load,
     )
 
 
@@ -182,7 +199,7 @@ def _recorded(trace: Path | None) -> Iterator[None]:
     if trace is None:
         yield
         return
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         yield
     profiler.export_chrome_trace(str(trace))
 

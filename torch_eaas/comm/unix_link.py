@@ -15,7 +15,7 @@ from torch_eaas.comm.frames import receive_frame, send_frame
 from torch_eaas.comm.lifeline import LIFELINE_BYTES, LifelineReader
 from torch_eaas.comm.transport import Json, Link
 from torch_eaas.comm.unix_sockets import is_own_user, socket_name
-from torch_eaas.comm.window import Window, adopt_window
+from torch_eaas.comm.window import Window, WindowMaker, adopt_window
 from torch_eaas.errors import (
     AccessDenied,
     ConfigError,
@@ -35,11 +35,13 @@ class UnixLink(Link):
         address: The control endpoint.
         timeout: Seconds until it must have answered.
         token: What the listener asks for.
+        windows: What takes in the windows that the listener sends.
     """
 
-    def __init__(self, address: str, timeout: float, token: str) -> None:
+    def __init__(self, address: str, timeout: float, token: str, windows: WindowMaker) -> None:
         self._address = address
-        self._token = {"token": token} if token else {}
+        self._windows = windows
+        self._about = {"transport": windows.name, **({"token": token} if token else {})}
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._lifeline: LifelineReader | None = None
@@ -64,8 +66,22 @@ class UnixLink(Link):
     def call(
         self, verb: str, body: Json, windows: Sequence[Window] = (), *, timeout: float
     ) -> tuple[Json, list[Window]]:
+        answer, fds = self._ask(verb, body, windows, timeout)
+        adopted = adopt_windows(fds, answer.pop("windows", []), self._windows)
+        if verb == "handshake":
+            try:
+                self._watch(timeout)
+            except BaseException:
+                _close_windows(adopted)
+                raise
+        return answer, adopted
+
+    def _ask(
+        self, verb: str, body: Json, windows: Sequence[Window], timeout: float
+    ) -> tuple[Json, list[int]]:
+        """Return the answer to one frame and the descriptors that came with it."""
         sizes = [window.nbytes for window in windows]
-        frame = {**body, **self._token, "verb": verb, "windows": sizes}
+        frame = {**body, **self._about, "verb": verb, "windows": sizes}
         with self._lock:
             if self._ended:
                 raise PeerGone(f"the control connection to {self._address} is closed")
@@ -77,29 +93,23 @@ class UnixLink(Link):
                 # a late answer must not be taken for the next call's
                 self._end()
                 raise
-        adopted = adopt_windows(fds, answer.pop("windows", []))
         if "error" in answer:
-            _close_windows(adopted)
+            close_all(fds)
             refusal = AccessDenied if answer.get("denied") else HandshakeRefused
             raise refusal(f"{self._address}: {answer['error']}")
-        if verb == "handshake":
-            try:
-                self._watch(timeout)
-            except BaseException:
-                _close_windows(adopted)
-                raise
-        return answer, adopted
+        return answer, fds
 
     def _watch(self, timeout: float) -> None:
         """From now on the kernel tells of the peer's death before its socket closes."""
-        _, windows = self.call(LIFELINE, {}, timeout=timeout)
-        sizes = [window.nbytes for window in windows]
-        if sizes != [LIFELINE_BYTES]:
-            _close_windows(windows)
+        answer, fds = self._ask(LIFELINE, {}, (), timeout)
+        sizes = answer.get("windows", [])
+        if sizes != [LIFELINE_BYTES] or len(fds) != 1:
+            close_all(fds)
             raise HandshakeRefused(
                 f"{self._address}: a lifeline is one window of {LIFELINE_BYTES} bytes, got {sizes}"
             )
-        self._lifeline = LifelineReader(windows[0])
+        # in this host's memory, wherever the transport's windows are
+        self._lifeline = LifelineReader(adopt_window(fds[0], LIFELINE_BYTES))
 
     @property
     @override
@@ -127,21 +137,21 @@ class UnixLink(Link):
         self._socket.close()
 
 
-def adopt_windows(fds: list[int], sizes: Any) -> list[Window]:
+def adopt_windows(fds: list[int], sizes: Any, windows: WindowMaker) -> list[Window]:
     """Return the windows behind descriptors; on any fault all of them are closed."""
-    windows: list[Window] = []
+    adopted: list[Window] = []
     try:
         if not isinstance(sizes, list):
             raise TransportError(f"a frame's windows are a list of sizes, got {sizes!r}")
         if len(fds) != len(sizes):
             raise TransportError(f"a frame announces {len(sizes)} windows and brings {len(fds)}")
         while fds:
-            windows.append(adopt_window(fds.pop(0), sizes[len(windows)]))
+            adopted.append(windows.adopt(fds.pop(0), sizes[len(adopted)]))
     except BaseException:
-        _close_windows(windows)
+        _close_windows(adopted)
         close_all(fds)
         raise
-    return windows
+    return adopted
 
 
 def close_all(fds: list[int]) -> None:

@@ -17,7 +17,7 @@ def socket_name(address: str) -> str:
     # a peer may have named it: zeros and lone surrogates would be errors of the socket module
     is_name = address.startswith(PREFIX) and len(name) > 1 and name[0] in "@/"
     if not is_name or not name.isprintable():
-        raise ConfigError(f"a shared_memory address is unix:/path or unix:@name, got {address!r}")
+        raise ConfigError(f"an address is unix:/path or unix:@name, got {address!r}")
     if len(name.encode()) > 107:
         raise ConfigError(f"a unix socket's name has at most 107 bytes: {address!r}")
     return "\0" + name[1:] if name[0] == "@" else name

@@ -8,6 +8,9 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+from typing_extensions import override
 
 from torch_eaas.errors import ConfigError, TransportError
 
@@ -27,11 +30,53 @@ class Memory:
     """What keeps it mapped."""
 
 
-class Window:
+class Window(Protocol):
     """A piece of memory that both ends of a pair have mapped.
 
-    The memory lives until the last view of it is gone in both processes. A forked child owns
-    none: ``close`` does nothing there.
+    The memory lives until the last view or ``Memory`` of it is gone in both processes. A forked
+    child owns none: ``close`` does nothing there.
+    """
+
+    nbytes: int
+    """Its size, as it was asked for."""
+
+    @property
+    def view(self) -> memoryview:
+        """The window's bytes, writable; TransportError where the host does not reach them."""
+        ...
+
+    @property
+    def memory(self) -> Memory:
+        """The window's memory by address, as kernels take it; it stays mapped after ``close``."""
+        ...
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor to hand to the peer."""
+        ...
+
+    def close(self) -> None:
+        """Give the window up; safe twice. Views and memories taken from it stay valid."""
+        ...
+
+
+class WindowMaker(Protocol):
+    """How a transport makes windows, and takes in those that a peer sends."""
+
+    name: str
+    """The transport's name: two ends must mean the same by a window."""
+
+    def create(self, nbytes: int) -> Window:
+        """Return a new zeroed window whose descriptor can be handed on."""
+        ...
+
+    def adopt(self, fd: int, nbytes: int) -> Window:
+        """Return the window behind a descriptor, which is closed with it, and on any fault."""
+        ...
+
+
+class HostWindow(Window):
+    """A window in this host's memory.
 
     Args:
         memory: The mapping.
@@ -45,27 +90,27 @@ class Window:
         self.nbytes = len(memory)
 
     @property
+    @override
     def view(self) -> memoryview:
-        """The window's bytes, writable."""
         if self._memory is None:
             raise TransportError("this window is closed")
         return memoryview(self._memory)
 
     @property
+    @override
     def memory(self) -> Memory:
-        """The window's memory by address, as kernels take it; it stays mapped after ``close``."""
         mapped = (ctypes.c_char * self.nbytes).from_buffer(self.view)
         return Memory(ctypes.addressof(mapped), self.nbytes, mapped)
 
     @property
+    @override
     def fd(self) -> int:
-        """The file descriptor to hand to the peer."""
         if self._fd is None:
             raise TransportError("this window has no file descriptor to hand on")
         return self._fd
 
+    @override
     def close(self) -> None:
-        """Give the window up; safe twice. Views taken from it stay valid."""
         if self._pid != os.getpid():
             return
         self._memory = None
@@ -77,7 +122,7 @@ class Window:
 def local_window(nbytes: int) -> Window:
     """Return a window for threads of this process."""
     check_memory(nbytes)
-    return Window(mmap.mmap(-1, nbytes))
+    return HostWindow(mmap.mmap(-1, nbytes))
 
 
 def create_window(nbytes: int, name: str = "torch-eaas-window") -> Window:
@@ -95,7 +140,7 @@ def create_window(nbytes: int, name: str = "torch-eaas-window") -> Window:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        return Window(mmap.mmap(fd, nbytes), fd)
+        return HostWindow(mmap.mmap(fd, nbytes), fd)
     except OSError as error:
         if fd >= 0:
             os.close(fd)
@@ -122,16 +167,21 @@ def adopt_window(fd: int, nbytes: int) -> Window:
             f"got seals {seals:#x} and {size} bytes"
         )
     try:
-        return Window(mmap.mmap(fd, size), fd)
+        return HostWindow(mmap.mmap(fd, size), fd)
     except (OSError, ValueError) as error:
         os.close(fd)
         raise TransportError(f"cannot map the peer's window of {size} bytes: {error}") from error
 
 
-def check_memory(nbytes: int) -> None:
-    """Raise TransportError unless this process may take ``nbytes`` more memory."""
+def check_size(nbytes: int) -> None:
+    """Raise ConfigError unless a window may have ``nbytes``."""
     if nbytes < 1:
         raise ConfigError(f"a window has at least one byte, got {nbytes}")
+
+
+def check_memory(nbytes: int) -> None:
+    """Raise TransportError unless this process may take ``nbytes`` more memory."""
+    check_size(nbytes)
     for have, what in ((_available_bytes(), "the machine"), (_cgroup_bytes(), "this cgroup")):
         if have is not None and nbytes > have:
             raise TransportError(

@@ -12,19 +12,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_eaas.client import Client
 from torch_eaas.errors import CheckpointError, ConfigError
 from torch_eaas.models.accounting import check_tensors
 from torch_eaas.models.checkpoint import CONFIG, SCALE_SUFFIX, Checkpoint
 from torch_eaas.models.family import Family, MoeShape
 from torch_eaas.models.moe import find_family, read_shape
 from torch_eaas.remote_moe import RemoteExperts
+from torch_eaas.remote_ops import RemoteClient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +43,7 @@ _NOT_OURS = ("quantization_config", "auto_map", "torch_dtype", "dtype")
 
 
 def load_client(
-    path: str | Path, client: Client, *, dtype: torch.dtype = torch.float32
+    path: str | Path, client: RemoteClient, *, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """Load everything but the routed experts, which ``client`` asks servers for.
 
@@ -113,7 +112,8 @@ def load_local(
         return _finish(model, checkpoint, tensors)
 
 
-def _transformers() -> ModuleType:
+def _transformers() -> Any:
+    """Return the module, whose types are not checked."""
     try:
         import transformers
     except ImportError as error:

@@ -23,7 +23,12 @@ from torch_eaas.config import MonitorConfig
 from torch_eaas.errors import PeerTimeout, TransportError
 from torch_eaas.monitor.guard import TokenGuard
 from torch_eaas.monitor.members import Members
-from torch_eaas.monitor.routes import member_routes, stream_routes, view_routes
+from torch_eaas.monitor.routes import (
+    member_routes,
+    rendezvous_routes,
+    stream_routes,
+    view_routes,
+)
 from torch_eaas.monitor.schemas import MAX_BODY_BYTES
 from torch_eaas.monitor.service import Service
 from torch_eaas.monitor.serving import BodyLimit, MonitorServer, open_socket, url_of
@@ -65,7 +70,12 @@ def create_app(members: Members, clock: Callable[[], float] = time.monotonic) ->
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     # added last, so it stands before all else
     app.add_middleware(TokenGuard, gate=gate)
-    for router in (member_routes(service), view_routes(service), stream_routes(service, gate)):
+    for router in (
+        member_routes(service),
+        rendezvous_routes(clock),
+        view_routes(service),
+        stream_routes(service, gate),
+    ):
         app.include_router(router)
     return app
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import base64
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Path, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -14,11 +16,14 @@ from torch_eaas.monitor.announcement import Status, holdings_json, instance_text
 from torch_eaas.monitor.members import Members
 from torch_eaas.monitor.metrics import new_registry
 from torch_eaas.monitor.page import CONTENT_SECURITY_POLICY, render_page
-from torch_eaas.monitor.schemas import HeartbeatBody, JoinBody, LeaveBody
+from torch_eaas.monitor.rendezvous import Rendezvous
+from torch_eaas.monitor.schemas import HeartbeatBody, JoinBody, LeaveBody, RendezvousBody
 from torch_eaas.monitor.service import Service
 from torch_eaas.monitor.views import members_json, placement_json, ready_json
 
 _NO_STORE = {"Cache-Control": "no-store"}
+
+_RendezvousName = Annotated[str, Path(pattern="^[A-Za-z0-9._-]{1,128}$")]
 
 
 def member_routes(service: Service) -> APIRouter:
@@ -49,6 +54,28 @@ def member_routes(service: Service) -> APIRouter:
     @router.post("/leave")
     async def leave(body: LeaveBody) -> dict[str, bool]:
         return {"left": service.leave(int(body.instance, 16))}
+
+    return router
+
+
+def rendezvous_routes(clock: Callable[[], float]) -> APIRouter:
+    """Return the routes of the meeting place for processes that must start together."""
+    router = APIRouter()
+    place = Rendezvous()
+
+    @router.put("/rendezvous/{name}")
+    async def put_rendezvous(name: _RendezvousName, body: RendezvousBody) -> dict[str, bool]:
+        try:
+            place.put(name, base64.b64decode(body.data), clock())
+        except ConfigError as error:
+            raise HTTPException(409, str(error)) from error
+        return {"left": True}
+
+    @router.get("/rendezvous/{name}")
+    async def get_rendezvous(name: _RendezvousName) -> JSONResponse:
+        data = place.get(name, clock())
+        text = None if data is None else base64.b64encode(data).decode()
+        return JSONResponse({"data": text}, headers=_NO_STORE)
 
     return router
 

@@ -16,6 +16,7 @@ from torch_eaas.monitor.announcement import (
     ModelInfo,
     Role,
 )
+from torch_eaas.monitor.rendezvous import MAX_BYTES
 from torch_eaas.placement import ServerState
 
 MAX_BODY_BYTES = 1 << 20
@@ -29,6 +30,13 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Index = Annotated[int, Field(ge=0, lt=1 << 16)]
 HoldingsBody = Annotated[
     dict[Index, Annotated[list[Index], Field(max_length=1 << 16)]], Field(max_length=1 << 12)
+]
+Base64Text = Annotated[
+    str,
+    StringConstraints(
+        pattern="^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+        max_length=4 * -(-MAX_BYTES // 3),
+    ),
 ]
 Counters = Annotated[
     dict[
@@ -133,6 +141,12 @@ class LeaveBody(_Body):
     """Body of POST /leave."""
 
     instance: InstanceText
+
+
+class RendezvousBody(_Body):
+    """Body of PUT /rendezvous/{name}."""
+
+    data: Base64Text
 
 
 def _holdings(body: dict[int, list[int]]) -> dict[int, tuple[int, ...]]:

@@ -23,6 +23,7 @@ _HOMES = {
     "GemmTuner": "gemm_tuner",
     "choose_block_rows": "gemm_config",
     "combine_rows": "combining",
+    "dequantize_rows": "row_dequantizer",
     "group_shrink": "shrinking",
     "grouped_gemm": "gemm",
     "grouped_gemm_fp8": "gemm",

@@ -9,5 +9,6 @@ from torch_eaas.ops.gemm_config import choose_block_rows as choose_block_rows
 from torch_eaas.ops.gemm_tuner import GemmTuner as GemmTuner
 from torch_eaas.ops.packing import pack as pack
 from torch_eaas.ops.quantize import quantize_blocks as quantize_blocks
+from torch_eaas.ops.row_dequantizer import dequantize_rows as dequantize_rows
 from torch_eaas.ops.row_quantizer import quantize_rows as quantize_rows
 from torch_eaas.ops.shrinking import group_shrink as group_shrink

@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from torch_eaas.errors import ConfigError
+from torch_eaas.protocol.layout import SCALE_COLUMNS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of hidden states."""
+
+WIRE_DTYPES = (*FLOATS, torch.float8_e4m3fn)
+"""Dtypes in which hidden states travel."""
 
 _LIBRARY = torch.library.Library("torch_eaas", "FRAGMENT")
 
@@ -62,6 +66,29 @@ def check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], ndi
         raise ConfigError(
             f"{name} must be contiguous, got strides {tensor.stride()} for shape "
             f"{tuple(tensor.shape)}; call .contiguous() first"
+        )
+
+
+def check_scales(name: str, scales: Tensor | None, rows: Tensor) -> None:
+    """Refuse scales that do not belong to rows: fp8 has one for each 128 numbers, others have none.
+
+    Raises:
+        ConfigError: Scales are missing, or there are some, or they have another dtype or shape.
+    """
+    is_fp8 = rows.dtype == torch.float8_e4m3fn
+    if is_fp8 != (scales is not None):
+        raise ConfigError(
+            f"{name} belongs to rows of float8_e4m3fn and to no others, got "
+            f"{'none' if scales is None else 'some'} for {rows.dtype}; quantize_rows makes both"
+        )
+    if scales is None:
+        return
+    check_tensor(name, scales, (torch.float32,), rows.ndim)
+    expected = (*rows.shape[:-1], -(-rows.shape[-1] // SCALE_COLUMNS))
+    if tuple(scales.shape) != expected:
+        raise ConfigError(
+            f"{name} must have shape {expected} beside rows of shape {tuple(rows.shape)}, "
+            f"got {tuple(scales.shape)}"
         )
 
 

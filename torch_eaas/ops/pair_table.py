@@ -4,7 +4,8 @@ One row a pair. The host writes rows between replays and a kernel reads its addr
 pair may come, go or get new windows under a captured graph. A row of zeros is free.
 
 Shape suffixes, here and in all files about windows: P rows of pairs, C columns, S slots a pair, R
-requests of one iteration, F fields of a header, T tokens, K experts per token, U units of a row.
+requests of one iteration, F fields of a header, T tokens, K experts per token, D hidden, d fp8
+scales of a token, U units of a row.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Column(IntEnum):
     WEIGHTS_OFFSET = 9
     """Where the router weights begin within a request slot; ids begin behind the header."""
     HIDDEN_OFFSET = 10
+    SCALES_OFFSET = 11
+    """Where fp8's scales begin; where there are none, what ``HIDDEN_OFFSET`` says."""
 
 
 FREE_ROW = [0] * len(Column)
@@ -80,6 +83,7 @@ def pair_row(
         Column.REPLY_SLOT_BYTES: spec.reply_slot_bytes,
         Column.WEIGHTS_OFFSET: spec.weights_offset,
         Column.HIDDEN_OFFSET: spec.hidden_offset,
+        Column.SCALES_OFFSET: spec.scales_offset,
     }
     return [row[column] for column in Column]
 

@@ -36,12 +36,21 @@ def quantize_blocks(weight_NK: Tensor, block: tuple[int, int]) -> tuple[Tensor, 
         scales ``[[1], [2]]``.
     """
     _check(weight_NK, block)
-    scale_nk = _block_amax(weight_NK.float(), block) / FP8_MAX
+    (num_rows, num_columns), (rows, columns) = weight_NK.shape, _grid(weight_NK.shape, block)
+    missing = (0, columns * block[1] - num_columns, 0, rows * block[0] - num_rows)
+    whole_NK = weight_NK.float()
+    if any(missing):
+        whole_NK = pad(whole_NK, missing)
+    blocks = whole_NK.reshape(rows, block[0], columns, block[1])
+    scaled = blocks.abs()
+    scale_nk = scaled.amax(dim=(1, 3)) / FP8_MAX
     # also where the largest magnitude is so small that its scale is no fp32 number but zero
     scale_nk = torch.where(scale_nk == 0, 1.0, scale_nk)
-    scaled_NK = weight_NK.float() / _expand(scale_nk, weight_NK.shape, block)
+    # into memory that is there: at many rows fresh pages cost more than the arithmetic
+    torch.div(blocks, scale_nk[:, None, :, None], out=scaled)
     # a cast saturates on some devices only; rounding can put the largest value just above
-    return scaled_NK.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale_nk
+    stored = scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(whole_NK.shape)
+    return stored[:num_rows, :num_columns].contiguous(), scale_nk
 
 
 def dequantize_blocks(weight_NK: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
@@ -106,13 +115,6 @@ def _check(weight_NK: Tensor, block: tuple[int, int]) -> None:
 
 def _grid(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
-
-
-def _block_amax(weight_NK: Tensor, block: tuple[int, int]) -> Tensor:
-    rows, columns = _grid(weight_NK.shape, block)
-    missing = (0, columns * block[1] - weight_NK.shape[1], 0, rows * block[0] - weight_NK.shape[0])
-    whole = pad(weight_NK.abs(), missing).reshape(rows, block[0], columns, block[1])
-    return whole.amax(dim=(1, 3))
 
 
 def _expand(scale_nk: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:

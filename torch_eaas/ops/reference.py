@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_eaas.ops.grouping import sorted_rows
 from torch_eaas.ops.quantize import dequantize_blocks, quantize_blocks
+from torch_eaas.protocol.layout import SCALE_COLUMNS
 
 
 def swiglu_ref(gate_up_R2I: Tensor) -> Tensor:
@@ -96,6 +97,16 @@ def quantize_rows_ref(
     out_MK[held_m] = stored_MK[held_m]
     out_Mk[held_m] = scale_Mk[held_m]
     return out_MK, out_Mk
+
+
+def dequantize_rows_ref(
+    x_MK: Tensor, scale_Mk: Tensor, num_tokens_S: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Define ``torch_eaas.ops.dequantize_rows``: see there."""
+    held_m = _held_tokens(num_tokens_S, len(x_MK))
+    out_MK = torch.empty_like(x_MK, dtype=dtype)
+    out_MK[held_m] = dequantize_blocks(x_MK[held_m], scale_Mk[held_m], (1, SCALE_COLUMNS)).to(dtype)
+    return out_MK
 
 
 def cast_rows_ref(x_MK: Tensor, dtype: torch.dtype, num_tokens_S: Tensor) -> Tensor:

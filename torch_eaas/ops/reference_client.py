@@ -23,6 +23,12 @@ from torch_eaas.protocol.layout import (
 )
 from torch_eaas.protocol.words import REQUEST, is_free, is_mine, next_word
 
+MAX_TEXT = 4096
+"""Most bytes of an error's text that a client reads."""
+
+_PAUSE_S = 2e-5
+"""Between two looks at a word on a CPU."""
+
 
 class Waited(IntEnum):
     """What became of one wait."""
@@ -40,20 +46,56 @@ class Waited(IntEnum):
     """An answer has come whose instance or epoch is not this window's."""
 
 
+class Outcome(IntEnum):
+    """What a row of outcomes says of a pair's last wait, each 8 bytes."""
+
+    WAITED = 0
+    """A ``Waited``."""
+    LAYER = 1
+    INSTANCE = 2
+    """From here on the answer's header, in the order of ``REPLY_FIELDS``; 0 where none came."""
+    EPOCH = 3
+    SEQUENCE = 4
+    VERSION = 5
+    STATUS = 6
+    SIZE = 7
+    QUEUE_US = 8
+    EXPERTS_US = 9
+
+
+WAIT_FAILED = 1
+"""An abort word that a wait has set; the outcomes say which."""
+
+
+def missing_word(layer: int, expert: int) -> int:
+    """Return the abort word of a step that found nobody to ask for an expert.
+
+    Example:
+        Layer 1's expert 5 makes it ``2**32 + 7``.
+    """
+    return (layer << 32 | expert) + WAIT_FAILED + 1
+
+
+def missing_expert(abort: int) -> tuple[int, int] | None:
+    """Return layer and expert of such an abort word; None for any other."""
+    return divmod(abort - WAIT_FAILED - 1, 1 << 32) if abort > WAIT_FAILED else None
+
+
 def wait_words_ref(
     pairs_PC: Tensor,
     slots_P: Tensor,
     words_PS: Tensor,
     counts_P: Tensor,
     gate: Tensor,
+    arrivals_P: Tensor,
     abort: Tensor,
+    outcomes_PO: Tensor,
+    layer: int,
     timeout_us: int,
     looks: int,
     for_free: bool,
-) -> tuple[Tensor, Tensor]:
+) -> None:
     """Define ``signal.wait_replies`` and ``wait_free``; here one pair waits after the other."""
-    waited_P = torch.zeros_like(counts_P)
-    replies_PF = pairs_PC.new_zeros((len(pairs_PC), len(REPLY_FIELDS)))
     deadline = time.monotonic() + timeout_us / 1e6
     for p in range(len(pairs_PC)):
         if gate.item() or counts_P[p] <= 0:
@@ -71,22 +113,28 @@ def wait_words_ref(
                 waited = Waited.TIMED_OUT
             if waited:
                 break
-        if waited == Waited.ARRIVED and not for_free:
+            # whoever answers may be a thread of this process, or share this core
+            time.sleep(_PAUSE_S)
+        if waited == Waited.ARRIVED and for_free:
+            continue
+        header = [0] * len(REPLY_FIELDS)
+        if waited == Waited.ARRIVED:
             fields = REPLY_HEADER.unpack(pair.slot(Column.REPLIES, slot, 0, REPLY_HEADER.size))
-            replies_PF[p] = torch.tensor([signed(field) for field in fields])
-            if replies_PF[p, :2].tolist() != [pair[Column.INSTANCE], pair[Column.EPOCH]]:
+            header = [signed(field) for field in fields]
+            if header[:2] != [pair[Column.INSTANCE], pair[Column.EPOCH]]:
                 waited = Waited.STRANGE
             elif fields[4] != Status.OK:
                 waited = Waited.REFUSED
         if waited != Waited.ARRIVED:
-            abort.fill_(1)
-        waited_P[p] = waited
-    return waited_P, replies_PF
-
-
-def close_gate_ref(abort: Tensor, gate: Tensor) -> None:
-    """Define ``gate.close_gate``."""
+            set_abort_ref(abort, WAIT_FAILED)
+        outcomes_PO[p] = torch.tensor([waited, layer, *header])
     gate.copy_(abort)
+
+
+def set_abort_ref(abort: Tensor, word: int) -> None:
+    """Set the step's abort word unless another failure of the step has."""
+    if not abort.item():
+        abort.fill_(word)
 
 
 def write_requests_ref(
@@ -98,6 +146,7 @@ def write_requests_ref(
     ids_PTK: Tensor,
     weights_PTK: Tensor,
     x_ND: Tensor,
+    scales_Nd: Tensor | None,
     gate: Tensor,
     arrivals_P: Tensor,
     version: Tensor,
@@ -111,11 +160,14 @@ def write_requests_ref(
             continue
         pair, slot = PairMemory(pairs_PC, p), int(slots_P[p])
         word = next_word(unsigned(int(words_PS[p, slot])), REQUEST)
-        parts = (
+        tokens_T = tokens_PT[p, :count].long()
+        parts = [
             (HEADER_BYTES, ids_PTK[p, :count]),
             (pair[Column.WEIGHTS_OFFSET], weights_PTK[p, :count]),
-            (pair[Column.HIDDEN_OFFSET], x_ND[tokens_PT[p, :count].long()]),
-        )
+            (pair[Column.HIDDEN_OFFSET], x_ND[tokens_T]),
+        ]
+        if scales_Nd is not None:
+            parts.append((pair[Column.SCALES_OFFSET], scales_Nd[tokens_T]))
         for offset, part in parts:
             copy_bits(part, pair.slot(Column.REQUESTS, slot, offset, part.nbytes))
         header = pair.slot(Column.REQUESTS, slot, 0, REQUEST_HEADER.size)
@@ -126,16 +178,17 @@ def write_requests_ref(
 
 
 def share_tokens_ref(
-    ids_TK: Tensor, weights_TK: Tensor, pairs_E: Tensor, abort: Tensor, num_pairs: int
+    ids_TK: Tensor, weights_TK: Tensor, pairs_E: Tensor, abort: Tensor, num_pairs: int, layer: int
 ) -> tuple[Tensor, ...]:
     """Define ``share_tokens.share_tokens``."""
     num_tokens, top_k = ids_TK.shape
-    # an id beyond the experts is nobody's either
     is_expert_TK = (ids_TK >= 0) & (ids_TK < len(pairs_E))
     pairs_TK = torch.full_like(ids_TK, -1)
     pairs_TK[is_expert_TK] = pairs_E[ids_TK[is_expert_TK].long()]
-    if ((ids_TK >= 0) & (pairs_TK < 0)).any():
-        abort.fill_(1)
+    # an id beyond the experts is nobody's either, but for their number, which means none
+    is_missing_TK = (ids_TK >= 0) & (ids_TK != len(pairs_E)) & (pairs_TK < 0)
+    if is_missing_TK.any():
+        set_abort_ref(abort, missing_word(layer, int(ids_TK[is_missing_TK].max())))
     counts_P = ids_TK.new_zeros(num_pairs)
     tokens_PT = ids_TK.new_full((num_pairs, num_tokens), -1)
     ids_PTK = ids_TK.new_full((num_pairs, num_tokens, top_k), -1)
@@ -201,3 +254,12 @@ def choose_replicas_ref(ids_TK: Tensor, holders_EH: Tensor, num_pairs: int) -> T
             loads[pair] += 1
         pairs.append(pair)
     return torch.tensor(pairs, dtype=torch.int32)
+
+
+def read_text_ref(pairs_PC: Tensor, slots_P: Tensor, pair: int, size: int) -> Tensor:
+    """Define ``read_text.read_text``."""
+    memory = PairMemory(pairs_PC, pair)
+    room = memory[Column.REPLY_SLOT_BYTES] - HEADER_BYTES
+    count = max(0, min(size, room, MAX_TEXT))
+    text = memory.slot(Column.REPLIES, int(slots_P[pair]), HEADER_BYTES, count)
+    return torch.tensor(list(text) + [0] * (MAX_TEXT - count), dtype=torch.uint8)

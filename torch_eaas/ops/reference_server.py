@@ -44,16 +44,18 @@ def scan_slots_ref(
     max_tokens: int,
     wait_us: int,
     looks: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Define ``slot_scan.scan_slots``; ``wait_us`` and ``looks`` only say when it looks."""
     seen_PS, since_PS, taken_PS = book_3PS
-    end = time.monotonic_ns() + wait_us * 1000
+    begin, waited_us = time.monotonic_ns(), 0
     for look in range(looks):
         words = _words(pairs_PC)
         # the newest word that is known of each slot, and what nobody took of them
         newest = {at: max(word, unsigned(int(seen_PS[at]))) for at, word in words.items()}
         ready = [at for at in newest if is_newer(newest[at], unsigned(int(taken_PS[at])))]
-        if ready or (look and time.monotonic_ns() >= end):
+        # the first look costs nothing: planned time stands still in it
+        waited_us = (time.monotonic_ns() - begin) // 1000 if look else 0
+        if ready or (look and waited_us >= wait_us):
             break
     for at, word in words.items():
         if is_newer(word, unsigned(int(seen_PS[at]))):
@@ -73,7 +75,7 @@ def scan_slots_ref(
             break
         ready_R[admitted], tokens_R[admitted] = p * book_3PS.shape[2] + slot, tokens
         admitted += 1
-    return ready_R, tokens_R, torch.tensor([admitted], dtype=torch.int32)
+    return ready_R, tokens_R, torch.tensor([admitted], dtype=torch.int32), now + waited_us
 
 
 def _words(pairs_PC: Tensor) -> dict[tuple[int, int], int]:
@@ -173,16 +175,19 @@ def read_hidden_ref(
     ready_R: Tensor,
     num_tokens_R: Tensor,
     x_RTD: Tensor,
+    scales_RTd: Tensor | None,
     blocks: int,
 ) -> None:
     """Define ``read_hidden.read_hidden``."""
     for r, count in enumerate(num_tokens_R.tolist()):
         if count:
             p, slot = divmod(int(ready_R[r]), book_3PS.shape[2])
-            pair, part_TD = PairMemory(pairs_PC, p), x_RTD[r, :count]
-            at = pair[Column.HIDDEN_OFFSET]
-            data = bytearray(pair.slot(Column.REQUESTS, slot, at, part_TD.nbytes))
-            part_TD.view(torch.uint8).view(-1).copy_(torch.frombuffer(data, dtype=torch.uint8))
+            pair, parts = PairMemory(pairs_PC, p), [(Column.HIDDEN_OFFSET, x_RTD[r, :count])]
+            if scales_RTd is not None:
+                parts.append((Column.SCALES_OFFSET, scales_RTd[r, :count]))
+            for column, part in parts:
+                data = bytearray(pair.slot(Column.REQUESTS, slot, pair[column], part.nbytes))
+                part.view(torch.uint8).view(-1).copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
 def write_replies_ref(
@@ -195,19 +200,20 @@ def write_replies_ref(
     texts_XB: Tensor,
     arrivals_R: Tensor,
     started: Tensor,
-    now: Tensor,
+    now: Tensor | None,
     version: Tensor,
     rows_per_token: int,
     blocks: int,
 ) -> None:
     """Define ``write_replies.write_replies``."""
+    ended = time.monotonic_ns() // 1000 if now is None else int(now)
     for r, status in enumerate(statuses_R.tolist()):
         if status == NO_REQUEST:
             continue
         p, slot = divmod(int(ready_R[r]), book_3PS.shape[2])
         pair, word = PairMemory(pairs_PC, p), unsigned(int(book_3PS[2, p, slot]))
         size, first = int(num_tokens_R[r]), r * (len(rows_ND) // len(ready_R))
-        times = (max(0, int(started) - int(book_3PS[1, p, slot])), int(now) - int(started))
+        times = (max(0, int(started) - int(book_3PS[1, p, slot])), ended - int(started))
         part = rows_ND[first : first + size * rows_per_token]
         if status != Status.OK:
             part = texts_XB[status][texts_XB[status] != 0]

@@ -11,25 +11,36 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_eaas.config import check_at_least
+from torch_eaas.ops.gate import set_abort
 from torch_eaas.ops.launching import check_tensor, define_op, on_device
-from torch_eaas.ops.reference_client import share_tokens_ref
+from torch_eaas.ops.reference_client import missing_word, share_tokens_ref
 from torch_eaas.ops.write_requests import Shares
 
 _ROWS = 1024
+_FIRST_MISSING = tl.constexpr(missing_word(0, 0))
 
 
 def share_tokens(
-    ids_TK: Tensor, weights_TK: Tensor, pairs_E: Tensor, abort: Tensor, num_pairs: int
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    pairs_E: Tensor,
+    abort: Tensor,
+    num_pairs: int,
+    *,
+    layer: int,
 ) -> tuple[Shares, Tensor]:
     """Give each pair the tokens of its experts, in order, each token once, all in one launch.
 
     Args:
-        ids_TK: Expert ids, ``(T, K)`` int32; -1 for none, so a smaller batch ends with rows of -1.
+        ids_TK: Expert ids, ``(T, K)`` int32; -1 and E mean none, so a smaller batch ends with rows
+            of -1.
         weights_TK: Final router weights, ``(T, K)`` fp32.
         pairs_E: The pair that runs each expert of the layer, ``(E,)`` int32, -1 where nobody can.
             The host changes it between replays: that is how a captured graph fails over.
-        abort: The step's abort word, ``(1,)`` int64; it is set if an expert has no pair.
+        abort: The step's abort word, ``(1,)`` int64; if an expert has no pair, and nothing of the
+            step has failed yet, it becomes the ``missing_word`` of layer and expert.
         num_pairs: P.
+        layer: The layer that the ids belong to.
 
     Returns:
         What each pair gets, and where each token lies in each pair's request, ``(P, T)`` int32, -1
@@ -46,15 +57,15 @@ def share_tokens(
     check_tensor("weights_TK", weights_TK, (torch.float32,), 2)
     check_tensor("pairs_E", pairs_E, (torch.int32,), 1)
     check_at_least("num_pairs", num_pairs, 1)
-    *shares, places_PT = _op(ids_TK, weights_TK, pairs_E, abort, num_pairs)
+    *shares, places_PT = _op(ids_TK, weights_TK, pairs_E, abort, num_pairs, layer)
     return Shares(*shares), places_PT
 
 
 def launch(
-    ids_TK: Tensor, weights_TK: Tensor, pairs_E: Tensor, abort: Tensor, num_pairs: int
+    ids_TK: Tensor, weights_TK: Tensor, pairs_E: Tensor, abort: Tensor, num_pairs: int, layer: int
 ) -> tuple[Tensor, ...]:
     """Run the kernel: one program a pair."""
-    outputs = _fake(ids_TK, weights_TK, pairs_E, abort, num_pairs)
+    outputs = _fake(ids_TK, weights_TK, pairs_E, abort, num_pairs, layer)
     num_tokens, top_k = ids_TK.shape
     columns = triton.next_power_of_2(top_k)
     with on_device(ids_TK):
@@ -66,6 +77,7 @@ def launch(
             *outputs,
             num_tokens,
             len(pairs_E),
+            layer,
             TOP_K=top_k,
             COLUMNS=columns,
             BLOCK=max(1, _ROWS // columns),
@@ -74,7 +86,7 @@ def launch(
 
 
 def _fake(
-    ids_TK: Tensor, weights_TK: Tensor, pairs_E: Tensor, abort: Tensor, num_pairs: int
+    ids_TK: Tensor, weights_TK: Tensor, pairs_E: Tensor, abort: Tensor, num_pairs: int, layer: int
 ) -> tuple[Tensor, ...]:
     num_tokens, top_k = ids_TK.shape
     return (
@@ -86,7 +98,7 @@ def _fake(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "layer"])
 def _share_kernel(
     ids_TK: tl.tensor,
     weights_TK: tl.tensor,
@@ -99,6 +111,7 @@ def _share_kernel(
     places_PT: tl.tensor,
     num_tokens: tl.tensor,
     num_experts: tl.tensor,
+    layer: tl.tensor,
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -115,6 +128,11 @@ def _share_kernel(
         ids = tl.load(ids_TK + row, mask=is_row, other=-1)
         is_expert = (ids >= 0) & (ids < num_experts)
         pairs = tl.load(pairs_E + ids, mask=is_expert, other=-1)
+        # an id beyond the experts is nobody's either, but for their number, which means none
+        is_missing = (ids >= 0) & (ids != num_experts) & (pairs < 0)
+        missing = tl.max(tl.where(is_missing, ids, -1))
+        if missing >= 0:
+            set_abort(abort, (layer.to(tl.int64) << 32) + missing + _FIRST_MISSING)
         is_mine = is_expert & (pairs == pair)
         gets = tl.max(is_mine.to(tl.int32), axis=1)
         place = given + tl.cumsum(gets, axis=0) - gets
@@ -128,16 +146,12 @@ def _share_kernel(
         tl.store(ids_PTK + at, tl.where(is_mine, ids, -1), mask=is_copied)
         tl.store(weights_PTK + at, weights, mask=is_copied)
         given += tl.sum(gets, axis=0)
-        # an id beyond the experts is nobody's either
-        missing = tl.max(((ids >= 0) & (pairs < 0)).to(tl.int32))
-        if missing > 0:
-            tl.atomic_xchg(abort, 1, sem="release", scope="gpu")
     tl.store(counts_P + pair, given)
 
 
 _op = define_op(
     "share_tokens(Tensor ids_TK, Tensor weights_TK, Tensor pairs_E, Tensor(a!) abort, "
-    "int num_pairs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "int num_pairs, int layer) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     kernel=launch,
     twin=share_tokens_ref,
     fake=_fake,

@@ -37,14 +37,16 @@ UNLIMITED = (1 << 31) - 1
 
 
 class Scanned(NamedTuple):
-    """What a scan admits to the next batch, one entry a request, all int32."""
+    """What a scan admits to the next batch: one entry a request, int32."""
 
     ready_R: Tensor
     """The slots, each as ``pair * S + slot``, filled up with -1."""
     tokens_R: Tensor
     """Tokens that each was admitted with, 0 for no request."""
     num_ready: Tensor
-    """How many there are, ``(1,)``."""
+    """How many there are, ``(1,)`` int32."""
+    ended: Tensor
+    """The clock in us as the scan ended, ``(1,)`` int64: when it began, and how long it waited."""
 
 
 def scan_slots(
@@ -77,8 +79,8 @@ def scan_slots(
 
     Example:
         With 4 slots a pair, pair 0 has requests of 2 tokens in slots 1 and 2, pair 2 one of 3
-        tokens in slot 3, and it is pair 2's turn: ``[11, 1, 2, -1]``, ``[3, 2, 2, 0]`` and
-        ``[3]``; with ``max_tokens=5`` ``[11, 1, -1, -1]``, ``[3, 2, 0, 0]`` and ``[2]``.
+        tokens in slot 3, and it is pair 2's turn: ``[11, 1, 2, -1]``, ``[3, 2, 2, 0]``,
+        ``[3]`` and the time; with ``max_tokens=5`` ``[11, 1, -1, -1]``, ``[3, 2, 0, 0]``, ``[2]``.
     """
     check_tensor("now", now, (torch.int64,), 1)
     for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens)):
@@ -114,7 +116,7 @@ def launch(
     max_tokens: int,
     wait_us: int,
     looks: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Run the kernel: one block, so that the list needs no second launch."""
     outputs = _fake(pairs_PC, book_3PS, scanned_P, turn, now, max_requests)
     _, pairs, slots = book_3PS.shape
@@ -148,9 +150,9 @@ def _fake(
     now: Tensor,
     max_requests: int,
     *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     ready_R = pairs_PC.new_empty(max_requests, dtype=torch.int32)
-    return ready_R, torch.empty_like(ready_R), ready_R.new_empty(1)
+    return ready_R, torch.empty_like(ready_R), ready_R.new_empty(1), torch.empty_like(now)
 
 
 @triton.jit
@@ -181,6 +183,7 @@ def _scan_kernel(
     ready_R: tl.tensor,
     tokens_R: tl.tensor,
     num_ready: tl.tensor,
+    ended: tl.tensor,
     num_pairs: tl.tensor,
     num_slots: tl.tensor,
     max_requests: tl.tensor,
@@ -269,6 +272,7 @@ def _scan_kernel(
     tl.store(ready_R + place, tl.full((LONGEST,), -1, tl.int32), mask=rest)
     tl.store(tokens_R + place, tl.zeros((LONGEST,), tl.int32), mask=rest)
     tl.store(num_ready, admitted)
+    tl.store(ended, tl.load(now) + (clock_ns(HAS_TIMER) - start) // 1000)
     # whoever needs the turn has read it
     tl.debug_barrier()
     tl.store(turn, tl.load(turn) + 1)
@@ -277,7 +281,7 @@ def _scan_kernel(
 _op = define_op(
     "scan_slots(Tensor pairs_PC, Tensor(a!) book_3PS, Tensor(b!) scanned_P, Tensor(c!) turn, "
     "Tensor now, int max_requests, int max_tokens, int wait_us, int looks) "
-    "-> (Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     kernel=launch,
     twin=scan_slots_ref,
     fake=_fake,

@@ -21,7 +21,7 @@ from torch_eaas.protocol.layout import (
     field_offsets,
 )
 
-_UNITS = {4: torch.int32, 2: torch.int16}
+_UNITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 _REQUEST = field_offsets(REQUEST_FIELDS)
 _REPLY = field_offsets(REPLY_FIELDS)
@@ -38,6 +38,7 @@ REQUEST_SLOT_BYTES = tl.constexpr(int(Column.REQUEST_SLOT_BYTES))
 REPLY_SLOT_BYTES = tl.constexpr(int(Column.REPLY_SLOT_BYTES))
 WEIGHTS_OFFSET = tl.constexpr(int(Column.WEIGHTS_OFFSET))
 HIDDEN_OFFSET = tl.constexpr(int(Column.HIDDEN_OFFSET))
+SCALES_OFFSET = tl.constexpr(int(Column.SCALES_OFFSET))
 
 BEHIND_HEADER = tl.constexpr(HEADER_BYTES)
 """Where a request's ids and a reply's rows begin within their slot."""
@@ -64,13 +65,23 @@ REPLY_EXPERTS = tl.constexpr(_REPLY["experts_us"])
 
 def units_of(rows: Tensor) -> Tensor:
     """Return rows ``(N, D)`` as the integers that copies are made of, ``(N, U)``."""
-    is_odd = rows.shape[-1] * rows.element_size() % 4
-    return rows.view(_UNITS[2 if is_odd else 4])
+    return rows.view(_UNITS[math.gcd(rows.shape[-1] * rows.element_size(), 4)])
 
 
 def alignment_of(rows_NU: Tensor) -> int:
     """Return what the address of every row in a slot is a multiple of, at most 16 bytes."""
     return math.gcd(rows_NU.shape[1] * rows_NU.element_size(), 16)
+
+
+def scale_units(scales_Nd: Tensor | None) -> dict[str, int]:
+    """Return what a kernel that copies tokens must know of their scales, if there are any."""
+    if scales_Nd is None:
+        return {"SCALES": 0, "SCALES_ALIGNED": 1, "SCALES_BLOCK": 1}
+    return {
+        "SCALES": scales_Nd.shape[1],
+        "SCALES_ALIGNED": alignment_of(scales_Nd),
+        "SCALES_BLOCK": triton.next_power_of_2(scales_Nd.shape[1]),
+    }
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_eaas.config import check_at_least
+from torch_eaas.ops.clock import clock_ns
 from torch_eaas.ops.launching import check_slots, check_tensor, define_op, on_device
 from torch_eaas.ops.pair_table import ServerTables
 from torch_eaas.ops.reference_server import write_replies_ref
@@ -96,7 +97,7 @@ def write_replies(
     arrivals_R: Tensor,
     *,
     started: Tensor,
-    now: Tensor,
+    now: Tensor | None = None,
     version: Tensor,
     rows_per_token: int = 1,
     blocks: int = 1,
@@ -109,7 +110,7 @@ def write_replies(
         texts_XB: What ``refusal_texts`` gave.
         arrivals_R: A counter for each request, ``(R,)`` int32, 0 before and after.
         started: When the batch's experts began, us, ``(1,)`` int64.
-        now: When they had ended.
+        now: When they had ended; None: now, by the device's clock.
         version: The newest placement that the host knows, ``(1,)`` int64.
         rows_per_token: 1, or K in ``exact`` mode.
         blocks: Thread blocks that share one request's rows.
@@ -148,7 +149,7 @@ def launch(
     texts_XB: Tensor,
     arrivals_R: Tensor,
     started: Tensor,
-    now: Tensor,
+    now: Tensor | None,
     version: Tensor,
     rows_per_token: int,
     blocks: int,
@@ -166,11 +167,12 @@ def launch(
             texts_XB,
             arrivals_R,
             started,
-            now,
+            started if now is None else now,
             version,
             *book_3PS.shape[1:],
             len(rows_ND) // len(ready_R),
             ROWS_A_TOKEN=rows_per_token,
+            BY_TIMER=now is None and isinstance(_write_kernel, triton.JITFunction),
             UNITS=rows_NU.shape[1],
             UNIT_BYTES=rows_NU.element_size(),
             ALIGNED=alignment_of(rows_NU),
@@ -231,6 +233,7 @@ def _write_kernel(
     num_slots: tl.tensor,
     places: tl.tensor,
     ROWS_A_TOKEN: tl.constexpr,
+    BY_TIMER: tl.constexpr,
     UNITS: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -264,7 +267,7 @@ def _write_kernel(
                 texts_XB,
                 tl.load(since_PS),
                 tl.load(started),
-                tl.load(now),
+                clock_ns(BY_TIMER) // 1000 if BY_TIMER else tl.load(now),
                 tl.load(version),
             )
         if arrive(arrivals_R + request):
@@ -274,7 +277,7 @@ def _write_kernel(
 _op = define_op(
     "write_replies(Tensor pairs_PC, Tensor book_3PS, Tensor ready_R, Tensor statuses_R, "
     "Tensor num_tokens_R, Tensor rows_ND, Tensor texts_XB, Tensor(a!) arrivals_R, "
-    "Tensor started, Tensor now, Tensor version, int rows_per_token, int blocks) -> ()",
+    "Tensor started, Tensor? now, Tensor version, int rows_per_token, int blocks) -> ()",
     kernel=launch,
     twin=write_replies_ref,
     fake=lambda *_: None,

@@ -15,7 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_eaas.config import check_at_least
-from torch_eaas.ops.launching import check_tensor, define_op, on_device
+from torch_eaas.ops.launching import (
+    WIRE_DTYPES,
+    check_scales,
+    check_tensor,
+    define_op,
+    on_device,
+)
 from torch_eaas.ops.pair_table import ClientTables
 from torch_eaas.ops.reference_client import write_requests_ref
 from torch_eaas.ops.windows import (
@@ -32,12 +38,14 @@ from torch_eaas.ops.windows import (
     REQUEST_TOKENS,
     REQUEST_VERSION,
     REQUESTS,
+    SCALES_OFFSET,
     WEIGHTS_OFFSET,
     alignment_of,
     arrive,
     copy_units,
     of_pair,
     request_slot_at,
+    scale_units,
     store_4,
     store_8,
     units_of,
@@ -79,6 +87,7 @@ def write_requests(
     version: Tensor,
     budget_us: int,
     blocks: int = 1,
+    scales_Nd: Tensor | None = None,
 ) -> None:
     """Write one request to each pair that has tokens, all in one launch.
 
@@ -92,11 +101,16 @@ def write_requests(
         version: The newest placement that the host knows, ``(1,)`` int64.
         budget_us: How long the answers will be waited for.
         blocks: Thread blocks that share one pair's payload.
+        scales_Nd: Where the wire dtype is fp8, the batch's scales as ``quantize_rows`` gives them.
+
+    Raises:
+        ConfigError: Another dtype, shape or layout, or scales and the wire dtype do not fit.
 
     Example:
         Pair 1 gets tokens 0 and 2 of a batch: ``counts=[0, 2]``, ``tokens=[[0, 0], [0, 2]]``.
     """
-    check_tensor("x_ND", x_ND, (torch.float32, torch.bfloat16, torch.float16), 2)
+    check_tensor("x_ND", x_ND, WIRE_DTYPES, 2)
+    check_scales("scales_Nd", scales_Nd, x_ND)
     check_tensor("arrivals_P", arrivals_P, (torch.int32,), 1)
     check_at_least("budget_us", budget_us, 1)
     check_at_least("blocks", blocks, 1)
@@ -109,6 +123,7 @@ def write_requests(
         shares.ids_PTK,
         shares.weights_PTK,
         x_ND,
+        scales_Nd,
         gate,
         arrivals_P,
         version,
@@ -127,6 +142,7 @@ def launch(
     ids_PTK: Tensor,
     weights_PTK: Tensor,
     x_ND: Tensor,
+    scales_Nd: Tensor | None,
     gate: Tensor,
     arrivals_P: Tensor,
     version: Tensor,
@@ -147,6 +163,7 @@ def launch(
             ids_PTK,
             weights_PTK.view(torch.int32),
             x_NU,
+            None if scales_Nd is None else scales_Nd.view(torch.int32),
             gate,
             arrivals_P,
             version,
@@ -158,6 +175,7 @@ def launch(
             UNITS=x_NU.shape[1],
             UNIT_BYTES=x_NU.element_size(),
             ALIGNED=alignment_of(x_NU),
+            **scale_units(scales_Nd),
             BLOCK=_BLOCK,
             num_warps=8,
         )
@@ -173,6 +191,7 @@ def _write_kernel(
     ids_PTK: tl.tensor,
     weights_PTK: tl.tensor,
     x_NU: tl.tensor,
+    scales_Nd: tl.tensor,
     gate: tl.tensor,
     arrivals_P: tl.tensor,
     version: tl.tensor,
@@ -184,6 +203,9 @@ def _write_kernel(
     UNITS: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALES_ALIGNED: tl.constexpr,
+    SCALES_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Copy each ``blocks``-th row of one pair's payload; the last block to arrive sets the word."""
@@ -196,10 +218,14 @@ def _write_kernel(
         word = next_word(tl.load(words_at), REQUEST)
         slot_at = request_slot_at(pairs_PC, pair, slot)
         hidden_at = slot_at + of_pair(pairs_PC, pair, HIDDEN_OFFSET)
+        scales_at = slot_at + of_pair(pairs_PC, pair, SCALES_OFFSET)
         for i in range(block, num_tokens, tl.num_programs(1)):
             token = tl.load(tokens_PT + pair * max_tokens + i).to(tl.int64)
             to = hidden_at + i * (UNITS * UNIT_BYTES)
             copy_units(x_NU + token * UNITS, to, UNITS, ALIGNED, BLOCK)
+            if scales_Nd is not None:
+                to = scales_at + i * (SCALES * 4)
+                copy_units(scales_Nd + token * SCALES, to, SCALES, SCALES_ALIGNED, SCALES_BLOCK)
         if block == 0:
             first = pair * max_tokens * TOP_K
             weights_at = slot_at + of_pair(pairs_PC, pair, WEIGHTS_OFFSET)
@@ -220,8 +246,9 @@ def _write_kernel(
 
 _op = define_op(
     "write_requests(Tensor pairs_PC, Tensor slots_P, Tensor(a!) words_PS, Tensor counts_P, "
-    "Tensor tokens_PT, Tensor ids_PTK, Tensor weights_PTK, Tensor x_ND, Tensor gate, "
-    "Tensor(b!) arrivals_P, Tensor version, int layer, int budget_us, int blocks) -> ()",
+    "Tensor tokens_PT, Tensor ids_PTK, Tensor weights_PTK, Tensor x_ND, Tensor? scales_Nd, "
+    "Tensor gate, Tensor(b!) arrivals_P, Tensor version, int layer, int budget_us, int blocks) "
+    "-> ()",
     kernel=launch,
     twin=write_requests_ref,
     fake=lambda *_: None,

@@ -5,10 +5,12 @@ A window is a row of words, then the slots::
     | word 0 | word 1 | ... | pad to 128 |  slot 0  |  slot 1  | ...
 
     request slot:  | header | ids (T, K) int32 | weights (T, K) fp32 | hidden (T, D) wire dtype |
+    in fp8:        | header | ids (T, K) int32 | weights (T, K) fp32 | scales (T, d) fp32 | hidden |
     reply slot:    | header | rows: (T, D) in partial mode, (T, K, D) in exact mode |
 
 Each part starts at a multiple of 128 bytes. The small parts come first, so that what a request of
-few tokens uses is one contiguous piece, as a single one-sided put needs it.
+few tokens uses is one contiguous piece, as a single one-sided put needs it. In fp8 each 128 numbers
+of a token share a scale: d is ceil(D / 128).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PROTOCOL_VERSION = 1
 ALIGN = 128
 WORD_BYTES = 8
 HEADER_BYTES = 128
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+SCALE_COLUMNS = 128
+"""Numbers of a token that share a scale in fp8."""
 
 MAX_TOKENS = 1 << 16
 MAX_SLOTS = 64
@@ -186,9 +190,19 @@ class PairSpec:
         return self.ids_offset + align(self.max_tokens * self.top_k * 4)
 
     @cached_property
+    def scales_per_token(self) -> int:
+        """Scales that a token's hidden state has; none unless the wire is fp8."""
+        return -(-self.hidden_size // SCALE_COLUMNS) if self.wire_dtype == "fp8" else 0
+
+    @cached_property
+    def scales_offset(self) -> int:
+        """Offset of the scales within a request slot; without any, that of the hidden states."""
+        return self.weights_offset + align(self.max_tokens * self.top_k * 4)
+
+    @cached_property
     def hidden_offset(self) -> int:
         """Offset of the hidden states within a request slot."""
-        return self.weights_offset + align(self.max_tokens * self.top_k * 4)
+        return self.scales_offset + align(self.max_tokens * self.scales_per_token * 4)
 
     @cached_property
     def request_slot_bytes(self) -> int:

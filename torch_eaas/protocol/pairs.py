@@ -28,6 +28,7 @@ class ClientPair:
         self.open_epoch = 0
         """The window in use, 0 for none."""
         self._failures = 0
+        self._in_vain = 0
         self._retry_at = 0.0
         self.suspect = False
         self.heard = False
@@ -58,7 +59,7 @@ class ClientPair:
 
     def refused(self, now: float, jitter: float) -> None:
         """Note a failed attempt; ``jitter`` in 0 to 1 spreads the next ones of many clients."""
-        pause = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._failures)
+        pause = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self._failures + self._in_vain))
         self._failures = min(self._failures + 1, 16)
         self._retry_at = now + pause * (0.5 + jitter / 2)
 
@@ -69,6 +70,15 @@ class ClientPair:
         """
         epoch, self.open_epoch = self.open_epoch, 0
         return epoch
+
+    def leave(self, *, in_vain: bool) -> None:
+        """Stop using the open window: its server is late beyond all patience, or gone.
+
+        ``in_vain``: nothing has come through it. Handshakes of such a server prove little, so the
+        pauses before them grow as if they had failed.
+        """
+        self._in_vain = min(self._in_vain + 1, 16) if in_vain else 0
+        self.retire()
 
 
 class ServerEpochs:

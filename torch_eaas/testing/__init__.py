@@ -1,7 +1,8 @@
-"""In-process clusters, experts of a planned delay, and planned faults: for users' tests too."""
+"""In-process clusters, planned experts and faults, forbidden syncs: for users' tests too."""
 
 from torch_eaas.testing.cluster import DelayedExperts, LocalCluster, Weights, random_experts
 from torch_eaas.testing.faults import Fault, FaultKind, FaultPlan, Step
+from torch_eaas.testing.syncs import forbid_syncs
 
 __all__ = [
     "DelayedExperts",
@@ -11,5 +12,6 @@ __all__ = [
     "LocalCluster",
     "Step",
     "Weights",
+    "forbid_syncs",
     "random_experts",
 ]
