@@ -19,7 +19,6 @@ from torch_eaas.ops import (
 )
 
 # all kernels are compiled for the first test
-pytestmark = pytest.mark.timeout(600)
 
 BF16 = torch.bfloat16
 
