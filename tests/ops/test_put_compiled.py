@@ -19,8 +19,6 @@ from torch_eaas.ops.put_linking import explain_link_failure, load_put_kernel
 from torch_eaas.ops.put_slots import launch, launch_replies, put_kernel
 from torch_eaas.ops.put_table import PutColumn
 
-# linking takes its time where others compute too
-
 P, S, R = 32, 4, 16
 
 
