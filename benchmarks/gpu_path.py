@@ -37,10 +37,10 @@ from benchmarks.gpu_path_processes import (
 )
 from benchmarks.gpu_waits import calls_of, waits_in
 from benchmarks.harness import CannotMeasure, Options, figures
-from torch_eaas.captured_step import CapturedStep
 from torch_eaas.cli.report import Report
+from torch_eaas.device.captured_step import CapturedStep
+from torch_eaas.device.expert_slab import ExpertSlab
 from torch_eaas.errors import EaasError
-from torch_eaas.expert_slab import ExpertSlab
 
 BUDGET_S = 360
 """No part begins after so many seconds; what is left out is said in the report."""

@@ -28,10 +28,10 @@ from benchmarks.gpu_path_ends import (
     transport_for,
 )
 from benchmarks.harness import WrongResult
-from torch_eaas.captured_step import CapturedStep
-from torch_eaas.device_client import DeviceClient
-from torch_eaas.device_server import DeviceServer
-from torch_eaas.expert_slab import ExpertSlab
+from torch_eaas.device.captured_step import CapturedStep
+from torch_eaas.device.client import DeviceClient
+from torch_eaas.device.expert_slab import ExpertSlab
+from torch_eaas.device.server import DeviceServer
 from torch_eaas.remote_moe import RemoteExperts
 
 TOKENS = (0, 1, 7, 64, 256)

@@ -21,10 +21,10 @@ from torch_eaas.comm.cuda_ipc import CudaIpcTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig, ServerConfig, Storage
-from torch_eaas.device_client import DeviceClient
-from torch_eaas.device_server import DeviceServer
+from torch_eaas.device.client import DeviceClient
+from torch_eaas.device.expert_slab import ExpertSlab
+from torch_eaas.device.server import DeviceServer
 from torch_eaas.errors import PeerTimeout
-from torch_eaas.expert_slab import ExpertSlab
 from torch_eaas.experts import ExpertWeights
 from torch_eaas.testing import random_experts
 

@@ -21,8 +21,8 @@ from benchmarks.gpu_path_checks import PATIENT, Ends
 from benchmarks.gpu_path_ends import IdleSlab, Sizes, new_client, transport_for
 from benchmarks.gpu_path_processes import start_server
 from benchmarks.workers import Worker
-from torch_eaas.captured_step import CapturedStep
 from torch_eaas.config import WireDtype
+from torch_eaas.device.captured_step import CapturedStep
 
 R1 = Sizes(hidden=7168, intermediate=256, num_experts=16, top_k=8, layers=1)
 """DeepSeek-R1's tokens; experts are few and small, since what is measured is the way to them."""

@@ -24,8 +24,8 @@ from benchmarks.gpu_path_checks import PATIENT, Ends, wrong_tokens
 from benchmarks.gpu_path_ends import Sizes, await_pairs, new_client, new_server, transport_for
 from benchmarks.harness import WrongResult
 from benchmarks.workers import Worker
-from torch_eaas.captured_step import CapturedStep
-from torch_eaas.expert_slab import ExpertSlab
+from torch_eaas.device.captured_step import CapturedStep
+from torch_eaas.device.expert_slab import ExpertSlab
 
 DEEP = Sizes(hidden=256, intermediate=128, num_experts=4, top_k=2, layers=60, max_tokens=64)
 QUICK_DEEP = Sizes(hidden=32, intermediate=16, num_experts=4, top_k=2, layers=5, max_tokens=8)

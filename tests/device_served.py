@@ -19,7 +19,7 @@ from tests.monitor.planned import wait_until
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig, ServerConfig
-from torch_eaas.device_client import DeviceClient
+from torch_eaas.device.client import DeviceClient
 from torch_eaas.experts import GroupTable
 from torch_eaas.placement import Holdings, holdings_from
 from torch_eaas.remote_moe import RemoteExperts, RemoteMoE

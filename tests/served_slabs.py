@@ -17,8 +17,8 @@ from torch_eaas.client import Client
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig, ServerConfig
-from torch_eaas.device_server import DeviceServer
-from torch_eaas.expert_slab import ExpertSlab
+from torch_eaas.device.expert_slab import ExpertSlab
+from torch_eaas.device.server import DeviceServer
 from torch_eaas.experts import ExpertWeights
 from torch_eaas.protocol.layout import PairSpec
 

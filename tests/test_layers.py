@@ -24,7 +24,7 @@ ROWS = (
     # placement is pure and without torch; experts says in its terms what it holds
     {"protocol", "placement"},
     {"comm", "ops", "device"},
-    {"device_puts", "experts", "routers", "row_views", "spans"},
+    {"device.puts", "experts", "routers", "row_views", "spans"},
     {"monitor"},
     {"client", "server"},
     {"dbo"},
@@ -50,23 +50,23 @@ CLIENT = {
 CLIENT |= {"connections", "control_tasks", "directory", "left_windows", "open_pair", "pair_keeper"}
 CLIENT |= {"routing"}
 CLIENT |= {
-    "captured_step",
-    "device_client",
-    "device_client_book",
-    "device_client_calls",
-    "device_client_eager",
-    "device_client_failover",
-    "device_client_pairs",
-    "device_client_staging",
-    "device_client_tables",
-    "device_client_words",
+    "device.captured_step",
+    "device.client",
+    "device.client_book",
+    "device.client_calls",
+    "device.client_eager",
+    "device.client_failover",
+    "device.client_pairs",
+    "device.client_staging",
+    "device.client_tables",
+    "device.client_words",
 }
 SERVER = {"server", "server_batch", "server_control", "server_drain", "server_loading"}
 SERVER |= {"server_base", "server_pairs", "server_path"}
-SERVER |= {"device_server", "device_server_counters", "device_server_iteration"}
-SERVER |= {"device_server_pairs", "device_server_path"}
-DEVICE = {"captured", "device_stream"}
-EXPERTS = {"experts", "expert_slab", "slab_memory"}
+SERVER |= {"device.server", "device.server_counters", "device.server_iteration"}
+SERVER |= {"device.server_pairs", "device.server_path"}
+DEVICE = {"device", "device.captured", "device.stream"}
+EXPERTS = {"experts", "device.expert_slab", "device.slab_memory"}
 REMOTE_MOE = {"remote_moe", "remote_ops"}
 DBO = {"dbo", "batch_splitting", "thread_state", "turns"}
 TOP = {"", "__main__"}
@@ -102,11 +102,13 @@ def module_of(file: Path) -> str:
 
 def unit_of(module: str) -> str:
     """Return the folder or the group of files that a module belongs to."""
-    head = module.split(".")[0]
+    head, _, rest = module.partition(".")
+    # the device path has parts of several units
+    name = module if head == "device" and rest else head
     for unit, members in UNITS:
-        if head in members:
+        if name in members:
             return unit
-    return head
+    return name
 
 
 def row_of(module: str) -> int:

@@ -1,7 +1,6 @@
 from torch_eaas.access import Access as Access
 from torch_eaas.batch_splitting import join_batches as join_batches
 from torch_eaas.batch_splitting import split_batch as split_batch
-from torch_eaas.captured_step import CapturedStep as CapturedStep
 from torch_eaas.client import Client as Client
 from torch_eaas.comm.cuda_ipc import CudaIpcTransport as CudaIpcTransport
 from torch_eaas.comm.loopback import LoopbackTransport as LoopbackTransport
@@ -13,8 +12,10 @@ from torch_eaas.config import ClientConfig as ClientConfig
 from torch_eaas.config import MonitorConfig as MonitorConfig
 from torch_eaas.config import ServerConfig as ServerConfig
 from torch_eaas.dbo import DoubleBatchOverlap as DoubleBatchOverlap
-from torch_eaas.device_client import DeviceClient as DeviceClient
-from torch_eaas.device_server import DeviceServer as DeviceServer
+from torch_eaas.device.captured_step import CapturedStep as CapturedStep
+from torch_eaas.device.client import DeviceClient as DeviceClient
+from torch_eaas.device.expert_slab import ExpertSlab as ExpertSlab
+from torch_eaas.device.server import DeviceServer as DeviceServer
 from torch_eaas.errors import AccessDenied as AccessDenied
 from torch_eaas.errors import AnomalyError as AnomalyError
 from torch_eaas.errors import CheckpointError as CheckpointError
@@ -29,7 +30,6 @@ from torch_eaas.errors import RequestRefused as RequestRefused
 from torch_eaas.errors import StalePeer as StalePeer
 from torch_eaas.errors import TransportError as TransportError
 from torch_eaas.errors import TurnTimeout as TurnTimeout
-from torch_eaas.expert_slab import ExpertSlab as ExpertSlab
 from torch_eaas.experts import ExpertPool as ExpertPool
 from torch_eaas.experts import ExpertWeights as ExpertWeights
 from torch_eaas.models.load import load_client as load_client

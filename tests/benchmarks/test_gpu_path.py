@@ -28,8 +28,8 @@ from benchmarks.gpu_path_ends import QUICK, local_layer
 from benchmarks.gpu_path_latency import wires
 from benchmarks.harness import WrongResult
 from torch_eaas.cli.report import Report
+from torch_eaas.device.expert_slab import ExpertSlab
 from torch_eaas.errors import PeerGone
-from torch_eaas.expert_slab import ExpertSlab
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

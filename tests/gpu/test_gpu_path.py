@@ -24,7 +24,7 @@ from benchmarks.gpu_path_latency import wires
 from benchmarks.gpu_path_nvshmem import answers_between_pes
 from benchmarks.gpu_path_processes import DEEP, check_kills, in_processes
 from benchmarks.gpu_waits import calls_of, waits_in
-from torch_eaas.captured_step import CapturedStep, check_repeatable
+from torch_eaas.device.captured_step import CapturedStep, check_repeatable
 from torch_eaas.errors import TransportError
 
 pytestmark = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch_eaas.cli.serving import PairOptions
 from torch_eaas.config import ServerConfig, Storage
-from torch_eaas.device_server import DeviceServer
-from torch_eaas.expert_slab import ExpertSlab
+from torch_eaas.device.expert_slab import ExpertSlab
+from torch_eaas.device.server import DeviceServer
 from torch_eaas.models.family import MoeShape
 from torch_eaas.monitor.announcement import ModelInfo
 from torch_eaas.protocol.layout import PairSpec

@@ -30,8 +30,8 @@ from torch_eaas.server import ExpertServer
 from torch_eaas.server_loading import Load
 
 if TYPE_CHECKING:
-    from torch_eaas.device_server import DeviceServer
-    from torch_eaas.expert_slab import ExpertSlab
+    from torch_eaas.device.expert_slab import ExpertSlab
+    from torch_eaas.device.server import DeviceServer
 
 _READ_TOGETHER = 16
 """Experts that are in memory twice while they are read: as stored, and as the pool keeps them."""

@@ -15,10 +15,10 @@ from tests.conftest import FakeClock
 from tests.monitor.planned import wait_until
 from tests.served import WEIGHTS, D, I, K, batch, call, oracle
 from tests.served_slabs import T, client_of, server_of, slab
-from torch_eaas.captured import Captured
 from torch_eaas.client_pairs import Connection
 from torch_eaas.client_pieces import Piece
 from torch_eaas.config import ServerConfig
+from torch_eaas.device.captured import Captured
 from torch_eaas.experts import ExpertPool, ExpertWeights
 from torch_eaas.protocol.layout import Status
 from torch_eaas.server import ExpertServer

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from torch_eaas.config import check_at_least
-from torch_eaas.device_puts import Puts
-from torch_eaas.device_stream import Mirror
-from torch_eaas.expert_slab import ExpertSlab
+from torch_eaas.device.expert_slab import ExpertSlab
+from torch_eaas.device.puts import Puts
+from torch_eaas.device.stream import Mirror
 from torch_eaas.ops.answer_counts import NUM_COUNTERS, count_answers
 from torch_eaas.ops.clock import read_clock
 from torch_eaas.ops.combining import combine_rows

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_eaas.captured import Captured, side_stream
-from torch_eaas.device_client import DeviceClient
-from torch_eaas.device_client_failover import Patience
+from torch_eaas.device.captured import Captured, side_stream
+from torch_eaas.device.client import DeviceClient
+from torch_eaas.device.client_failover import Patience
 from torch_eaas.errors import ConfigError
 
 R = TypeVar("R")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_eaas.captured import Captured
-from torch_eaas.device_stream import DeviceStream, Mark, Mirror, check_device
+from torch_eaas.device.captured import Captured
+from torch_eaas.device.stream import DeviceStream, Mark, Mirror, check_device
 from torch_eaas.errors import ConfigError, PeerTimeout
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 
 from tests.served import LAYERS, WEIGHTS, D, E, I
 from tests.served_slabs import Key, slab
+from torch_eaas.device.expert_slab import ExpertSlab
 from torch_eaas.errors import ConfigError
-from torch_eaas.expert_slab import ExpertSlab
 from torch_eaas.experts import ExpertPool, ExpertWeights
 from torch_eaas.ops import pack
 

@@ -22,8 +22,8 @@ from torch_eaas.comm.nvshmem import Far, NvshmemConfig, NvshmemWorld
 from torch_eaas.comm.nvshmem_library import NvshmemLibrary
 from torch_eaas.comm.nvshmem_transport import NvshmemTransport
 from torch_eaas.config import ClientConfig
-from torch_eaas.device_client import DeviceClient
-from torch_eaas.device_puts import Puts
+from torch_eaas.device.client import DeviceClient
+from torch_eaas.device.puts import Puts
 
 PES = 3
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from tests.comm.transport_contract import eventually
 from tests.served import LAYERS, D, E, K, batch, oracle
 from tests.served_slabs import T
 from torch_eaas.config import ClientConfig
-from torch_eaas.device_client import DeviceClient
+from torch_eaas.device.client import DeviceClient
 
 SERVER = """
 import sys

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch_eaas.comm.auto import transport_of
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig, check_at_least
-from torch_eaas.device_client_book import CallBook
-from torch_eaas.device_client_calls import DeviceStages, check_inputs
-from torch_eaas.device_client_eager import EagerCalls
-from torch_eaas.device_client_failover import DeviceFailover, Parts, Patience
-from torch_eaas.device_client_pairs import DeviceConnection
-from torch_eaas.device_client_tables import DeviceTables
-from torch_eaas.device_client_words import Report
-from torch_eaas.device_stream import check_device
+from torch_eaas.device.client_book import CallBook
+from torch_eaas.device.client_calls import DeviceStages, check_inputs
+from torch_eaas.device.client_eager import EagerCalls
+from torch_eaas.device.client_failover import DeviceFailover, Parts, Patience
+from torch_eaas.device.client_pairs import DeviceConnection
+from torch_eaas.device.client_tables import DeviceTables
+from torch_eaas.device.client_words import Report
+from torch_eaas.device.stream import check_device
 from torch_eaas.errors import ConfigError
 from torch_eaas.pair_keeper import PairKeeper
 from torch_eaas.placement import Placement

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from torch_eaas.captured import Captured
 from torch_eaas.comm.transport import Transport
-from torch_eaas.device_puts import Puts
-from torch_eaas.device_server_counters import DeviceCounters
-from torch_eaas.device_server_iteration import DeviceIteration, IterationSizes
-from torch_eaas.device_server_pairs import DevicePair, PairRows
-from torch_eaas.device_stream import Mark
-from torch_eaas.expert_slab import ExpertSlab
+from torch_eaas.device.captured import Captured
+from torch_eaas.device.expert_slab import ExpertSlab
+from torch_eaas.device.puts import Puts
+from torch_eaas.device.server_counters import DeviceCounters
+from torch_eaas.device.server_iteration import DeviceIteration, IterationSizes
+from torch_eaas.device.server_pairs import DevicePair, PairRows
+from torch_eaas.device.stream import Mark
 from torch_eaas.ops.pair_table import unsigned
 from torch_eaas.protocol.layout import PairSpec
 from torch_eaas.protocol.words import is_newer

@@ -18,11 +18,11 @@ from tests.ops.processes import needs_x86
 from tests.served import LAYERS, D, E, K, batch
 from tests.served_slabs import SPEC, T, client_of, server_of, slab
 from tests.test_fp8_wire import kept
-from torch_eaas import device_client_calls
-from torch_eaas.captured_step import CapturedStep
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.config import ClientConfig
-from torch_eaas.device_client import DeviceClient
+from torch_eaas.device import client_calls as device_client_calls
+from torch_eaas.device.captured_step import CapturedStep
+from torch_eaas.device.client import DeviceClient
 from torch_eaas.ops import row_quantizer
 from torch_eaas.protocol.layout import PairSpec
 

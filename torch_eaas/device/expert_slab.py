@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from torch_eaas.config import Storage, check_at_least, check_choice
-from torch_eaas.device_stream import DeviceStream, Mirror, check_device
+from torch_eaas.device.slab_memory import COPY_S, SlabMemory
+from torch_eaas.device.stream import DeviceStream, Mirror, check_device
 from torch_eaas.errors import ConfigError
 from torch_eaas.experts import STORAGE_DTYPES, ExpertWeights, check_weights
 from torch_eaas.ops.activation import swiglu, swiglu_quantize
@@ -23,7 +24,6 @@ from torch_eaas.ops.gemm import check_multiplies_fp8, grouped_gemm, grouped_gemm
 from torch_eaas.ops.row_dequantizer import dequantize_rows
 from torch_eaas.ops.row_quantizer import quantize_rows
 from torch_eaas.placement import holdings_from
-from torch_eaas.slab_memory import COPY_S, SlabMemory
 
 
 class ExpertSlab:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from torch_eaas.comm.auto import transport_of
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ServerConfig
-from torch_eaas.device_server_iteration import IterationSizes
-from torch_eaas.device_server_pairs import DevicePair
-from torch_eaas.device_server_path import DevicePath
+from torch_eaas.device.expert_slab import ExpertSlab
+from torch_eaas.device.server_iteration import IterationSizes
+from torch_eaas.device.server_pairs import DevicePair
+from torch_eaas.device.server_path import DevicePath
 from torch_eaas.errors import ConfigError
-from torch_eaas.expert_slab import ExpertSlab
 from torch_eaas.monitor.announcement import ModelInfo
 from torch_eaas.protocol.layout import PairSpec
 from torch_eaas.server_base import Membership, Server

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_path_checks import in_one_process
 from benchmarks.gpu_path_ends import QUICK
-from torch_eaas.captured_step import CapturedStep
+from torch_eaas.device.captured_step import CapturedStep
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "device_path.md").read_text()

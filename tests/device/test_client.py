@@ -27,8 +27,8 @@ from tests.device_served import (
 )
 from tests.monitor.planned import wait_until
 from tests.ops.processes import needs_x86
-from torch_eaas.captured_step import CapturedStep
 from torch_eaas.comm.loopback import LoopbackTransport
+from torch_eaas.device.captured_step import CapturedStep
 from torch_eaas.errors import ExpertUnavailable, RequestRefused
 
 pytestmark = needs_x86

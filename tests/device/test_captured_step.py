@@ -25,10 +25,10 @@ from tests.ops.host_end import SPEC
 from tests.ops.implementations import use_kernels
 from tests.ops.processes import host_end, needs_x86, told
 from tests.protocol.record_traces import LAYERS, ScalingExperts
-from torch_eaas.captured_step import CapturedStep, check_repeatable
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.config import ServerConfig
-from torch_eaas.device_client import DeviceClient
+from torch_eaas.device.captured_step import CapturedStep, check_repeatable
+from torch_eaas.device.client import DeviceClient
 from torch_eaas.errors import ConfigError, ExpertUnavailable, PeerTimeout, RequestRefused
 from torch_eaas.ops import signal
 from torch_eaas.server import ExpertServer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_eaas.captured import Captured
+from torch_eaas.device.captured import Captured
 
 
 @pytest.mark.parametrize("warmups", [0, 1, 3])

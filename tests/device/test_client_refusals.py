@@ -23,9 +23,9 @@ from tests.device_served import (
     world,
 )
 from tests.ops.processes import needs_x86
-from torch_eaas import device_client_book
 from torch_eaas.comm.loopback import LoopbackTransport
-from torch_eaas.device_client import DeviceClient
+from torch_eaas.device import client_book as device_client_book
+from torch_eaas.device.client import DeviceClient
 from torch_eaas.errors import ConfigError, ExpertUnavailable
 
 pytestmark = needs_x86

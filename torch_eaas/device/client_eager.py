@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torch_eaas.config import ClientConfig
-from torch_eaas.device_client_calls import DeviceCall, DeviceStages
-from torch_eaas.device_client_failover import DeviceFailover, Patience
-from torch_eaas.device_client_tables import DeviceTables
-from torch_eaas.device_client_words import Report
+from torch_eaas.device.client_calls import DeviceCall, DeviceStages
+from torch_eaas.device.client_failover import DeviceFailover, Patience
+from torch_eaas.device.client_tables import DeviceTables
+from torch_eaas.device.client_words import Report
 
 
 class EagerCalls:

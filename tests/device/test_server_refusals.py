@@ -12,8 +12,8 @@ from tests.served import D, I, K, batch, call, oracle
 from tests.served_slabs import SPEC, T, client_of, server_of, slab
 from tests.test_server_control import HELLO
 from torch_eaas.comm.window import local_window
+from torch_eaas.device.expert_slab import ExpertSlab
 from torch_eaas.errors import ConfigError, HandshakeRefused
-from torch_eaas.expert_slab import ExpertSlab
 
 
 @pytest.mark.parametrize(

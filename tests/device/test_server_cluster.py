@@ -18,8 +18,8 @@ from tests.served import LAYERS, WEIGHTS, D, E, I, K
 from tests.served_slabs import R, server_of
 from tests.test_recovery import MODEL, right, states
 from torch_eaas.config import ServerConfig
-from torch_eaas.device_server import DeviceServer
-from torch_eaas.expert_slab import ExpertSlab
+from torch_eaas.device.expert_slab import ExpertSlab
+from torch_eaas.device.server import DeviceServer
 from torch_eaas.experts import ExpertPool, ExpertWeights
 from torch_eaas.protocol.layout import PairSpec, Status
 from torch_eaas.testing import LocalCluster

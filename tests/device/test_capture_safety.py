@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.served import LAYERS, WEIGHTS, D, E, I, K, batch, oracle
-from torch_eaas.captured_step import CapturedStep
 from torch_eaas.client import Client
 from torch_eaas.client_pairs import spec_of
 from torch_eaas.config import ClientConfig, ServerConfig, Storage
-from torch_eaas.device_client import DeviceClient
-from torch_eaas.device_server import DeviceServer
-from torch_eaas.device_server_iteration import DeviceIteration
+from torch_eaas.device.captured_step import CapturedStep
+from torch_eaas.device.client import DeviceClient
+from torch_eaas.device.expert_slab import ExpertSlab
+from torch_eaas.device.server import DeviceServer
+from torch_eaas.device.server_iteration import DeviceIteration
 from torch_eaas.errors import ConfigError
-from torch_eaas.expert_slab import ExpertSlab
 from torch_eaas.remote_moe import RemoteExperts, RemoteMoE
 from torch_eaas.routers import GroupLimitedRouter, SoftmaxTopKRouter
 from torch_eaas.testing import forbid_syncs

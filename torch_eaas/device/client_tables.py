@@ -16,8 +16,8 @@ from torch import Tensor
 
 from torch_eaas.config import ClientConfig
 from torch_eaas.connections import Connections
-from torch_eaas.device_client_pairs import DeviceConnection
-from torch_eaas.device_client_staging import Staged
+from torch_eaas.device.client_pairs import DeviceConnection
+from torch_eaas.device.client_staging import Staged
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import FREE_ROW, Column
 from torch_eaas.ops.put_table import NO_PUT, PutColumn

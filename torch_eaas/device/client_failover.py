@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch_eaas.config import ClientConfig
 from torch_eaas.connections import Connections
-from torch_eaas.device_client_pairs import DeviceConnection
-from torch_eaas.device_client_tables import DeviceTables
-from torch_eaas.device_client_words import Failure, Report
+from torch_eaas.device.client_pairs import DeviceConnection
+from torch_eaas.device.client_tables import DeviceTables
+from torch_eaas.device.client_words import Failure, Report
 from torch_eaas.errors import ExpertUnavailable, PeerTimeout, RequestRefused
 from torch_eaas.ops.reference_client import Waited
 from torch_eaas.protocol.layout import Status

@@ -11,9 +11,9 @@ import torch
 
 from tests.served_slabs import SPEC, server_of, slab
 from torch_eaas.comm.window import local_window
-from torch_eaas.device_server_iteration import DeviceIteration, IterationSizes
-from torch_eaas.device_server_pairs import DevicePair, PairRows
-from torch_eaas.device_stream import DeviceStream, Mark
+from torch_eaas.device.server_iteration import DeviceIteration, IterationSizes
+from torch_eaas.device.server_pairs import DevicePair, PairRows
+from torch_eaas.device.stream import DeviceStream, Mark
 from torch_eaas.ops.pair_table import Column, ServerTables
 from torch_eaas.ops.put_table import PutColumn
 

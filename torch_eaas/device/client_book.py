@@ -14,9 +14,9 @@ from torch import Tensor
 
 from torch_eaas.client_tickets import Tickets
 from torch_eaas.config import ClientConfig
-from torch_eaas.device_client_calls import DeviceCall, to_wire
-from torch_eaas.device_client_tables import DeviceTables
-from torch_eaas.device_client_words import StepWords
+from torch_eaas.device.client_calls import DeviceCall, to_wire
+from torch_eaas.device.client_tables import DeviceTables
+from torch_eaas.device.client_words import StepWords
 from torch_eaas.errors import ConfigError
 from torch_eaas.row_views import TORCH_DTYPES
 

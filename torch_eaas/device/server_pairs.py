@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_eaas.comm.nvshmem_transport import pair_up
 from torch_eaas.comm.window import Window
-from torch_eaas.device_stream import DeviceStream, Mark, Mirror
+from torch_eaas.device.stream import DeviceStream, Mark, Mirror
 from torch_eaas.ops.clock import read_clock
 from torch_eaas.ops.pair_table import FREE_ROW, ServerTables, pair_row
 from torch_eaas.ops.put_table import NO_PUT, reply_put_row

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch_eaas.client_turns import Turn
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig
-from torch_eaas.device_client_tables import DeviceTables
-from torch_eaas.device_client_words import Failure, LaneWords, StepWords
-from torch_eaas.device_puts import Puts
+from torch_eaas.device.client_tables import DeviceTables
+from torch_eaas.device.client_words import Failure, LaneWords, StepWords
+from torch_eaas.device.puts import Puts
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.add_replies import add_replies
 from torch_eaas.ops.choose_replicas import choose_replicas

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_eaas.config import Storage
-from torch_eaas.device_stream import DeviceStream
+from torch_eaas.device.stream import DeviceStream
 from torch_eaas.errors import ConfigError
 from torch_eaas.experts import STORAGE_DTYPES, ExpertWeights
 

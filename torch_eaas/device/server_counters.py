@@ -6,7 +6,7 @@ from collections import Counter
 
 from torch import Tensor
 
-from torch_eaas.device_stream import DeviceStream, pinned_like
+from torch_eaas.device.stream import DeviceStream, pinned_like
 from torch_eaas.ops.answer_counts import Count
 from torch_eaas.protocol.layout import Status
 
