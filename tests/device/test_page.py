@@ -17,7 +17,7 @@ from benchmarks.gpu_path_checks import in_one_process
 from benchmarks.gpu_path_ends import QUICK
 from torch_eaas.device.captured_step import CapturedStep
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "device_path.md").read_text()
 STAGES = {"wait_free": "wait_words", "wait_replies": "wait_words"}
 """What two of the page's nodes are as ops."""
