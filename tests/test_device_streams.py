@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -107,6 +108,13 @@ def test_each_capture_has_a_stream_of_its_own(cuda: Cuda) -> None:
     # once to warm up and once to be captured
     assert len(runs) == 4
     assert cuda.mode == "thread_local"
+
+
+def test_nothing_is_collected_while_a_graph_is_captured(cuda: Cuda) -> None:
+    collects = []
+    Captured(lambda: collects.append(gc.isenabled()), device=GPU)
+    assert collects == [True, False]
+    assert gc.isenabled()
 
 
 def test_captures_and_waits_for_a_device_exclude_each_other(cuda: Cuda) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -41,6 +42,7 @@ class Captured(Generic[R]):
             # stream is its own: torch's is one for all threads, on the GPU that was first captured
             with (
                 undisturbed(),
+                _no_collection(),
                 torch.cuda.device(self._device),
                 torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
             ):
@@ -52,6 +54,18 @@ class Captured(Generic[R]):
             self._graph.replay()
         else:
             self.outputs = self._work()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's collector off: what it finds may unmap memory, which a capture may not see."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager
