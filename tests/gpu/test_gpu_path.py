@@ -70,6 +70,17 @@ def test_a_layers_first_calls_by_two_streams_at_once_see_the_same_tables() -> No
         assert check_eager_micro_batches(ends) == 2 * 3
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_all_work_of_an_end_is_its_gpus_also_if_that_is_not_the_current_one() -> None:
+    other = torch.device("cuda", 1)
+    with in_one_process(SIZES, GPU) as ends:
+        check_fewer_tokens(ends)
+    # the same captures anew, and tables that are written often
+    with in_one_process(SIZES, other, servers=2, combine="exact") as ends:
+        assert check_fewer_tokens(ends) == 5
+        check_placements(ends, 5)
+
+
 def test_threads_capture_at_the_same_time() -> None:
     assert check_captures(GPU, 10) == 30
 
