@@ -18,6 +18,9 @@ from torch_eaas.errors import ConfigError, PeerTimeout
 LOOK_S = 1e-4
 """Between two looks at a mark; far less than the handshakes and copies that wait for one."""
 
+_ALONE = threading.RLock()
+"""Held by who captures, or waits for a whole device: by either at most one in a process."""
+
 
 def check_device(device: torch.device | str) -> torch.device:
     """Return a device that this process can use, with its number.
@@ -43,9 +46,6 @@ def check_device(device: torch.device | str) -> torch.device:
             f"cuda:{count - 1}; check CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", index)
-
-
-_ALONE = threading.RLock()
 
 
 @contextmanager
