@@ -20,12 +20,16 @@ from benchmarks import gpu_path_latency as latency
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
     check_joins,
-    check_micro_batches,
     check_placements,
     check_tokens,
     in_one_process,
 )
 from benchmarks.gpu_path_ends import QUICK, IdleSlab, Sizes
+from benchmarks.gpu_path_lanes import (
+    check_captures,
+    check_eager_micro_batches,
+    check_micro_batches,
+)
 from benchmarks.gpu_path_nvshmem import answers_between_pes
 from benchmarks.gpu_path_processes import (
     DEEP,
@@ -144,11 +148,12 @@ def _one_process(bench: Bench) -> None:
     with in_one_process(bench.scale.checked, bench.device) as ends:
         compared = check_tokens(ends) + check_fewer_tokens(ends)
     with in_one_process(bench.scale.checked, bench.device, max_micro_batches=2) as ends:
-        compared += check_micro_batches(ends)
+        compared += check_eager_micro_batches(ends) + check_micro_batches(ends)
     with in_one_process(bench.scale.checked, bench.device, servers=2, combine="exact") as ends:
         compared += check_placements(ends, bench.scale.rounds)
         failed = ends.client.counters().get("failed_steps", 0)
     compared += check_joins(bench.scale.checked, bench.device)
+    check_captures(bench.device, bench.scale.rounds)
     bench.report.add_row("checked", "streams", results=compared, replays_repeated=failed)
 
 

@@ -34,6 +34,9 @@ from torch_eaas.device.expert_slab import ExpertSlab
 from torch_eaas.device.server import DeviceServer
 from torch_eaas.remote_moe import RemoteExperts
 
+# 8 by default: behind a client that waits, in one queue with it, its server would not begin
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 TOKENS = (0, 1, 7, 64, 256)
 PATIENT = {"graph_wait": timedelta(seconds=5), "request_timeout": timedelta(seconds=60)}
 """No wait ends early because somebody else has the GPU, or the cores."""
@@ -164,36 +167,6 @@ def check_placements(ends: Ends, rounds: int) -> int:
         slab.update({key: ends.weights[key] for key in moved})
         _check_bits(f"round {number}, experts back", step.run(), first)
     return 2 * rounds + 1
-
-
-@torch.no_grad()
-def check_micro_batches(ends: Ends) -> int:
-    """Replay one graph in which two micro-batches are under way, each on a stream of its own."""
-    experts = [ends.experts(layer) for layer in range(ends.sizes.layers)]
-    given = [ends.batch(min(7, ends.sizes.max_tokens), seed) for seed in range(2)]
-    on_gpu = ends.device.type == "cuda"
-    streams = [torch.cuda.Stream(ends.device) for _ in given] if on_gpu else []
-
-    def both() -> list[list[Tensor]]:
-        outs = []
-        for index, batch in enumerate(given):
-            with ExitStack() as stack:
-                if on_gpu:
-                    streams[index].wait_stream(torch.cuda.current_stream(ends.device))
-                    stack.enter_context(torch.cuda.stream(streams[index]))
-                stack.enter_context(ends.client.micro_batch(index))
-                outs.append([layer(*batch) for layer in experts])
-        for stream in streams:
-            torch.cuda.current_stream(ends.device).wait_stream(stream)
-        return outs
-
-    step = CapturedStep(ends.client, both)
-    return sum(
-        ends.check(f"micro-batch {index}, layer {layer}", layer, given[index], out_TD)
-        for _ in range(2)
-        for index, outs in enumerate(step.run())
-        for layer, out_TD in enumerate(outs)
-    )
 
 
 @torch.no_grad()

@@ -18,13 +18,17 @@ from benchmarks.gpu_path import SMALL, Bench
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
     check_joins,
-    check_micro_batches,
     check_placements,
     check_tokens,
     in_one_process,
     wrong_tokens,
 )
 from benchmarks.gpu_path_ends import QUICK, local_layer
+from benchmarks.gpu_path_lanes import (
+    check_captures,
+    check_eager_micro_batches,
+    check_micro_batches,
+)
 from benchmarks.gpu_path_latency import wires
 from benchmarks.harness import WrongResult
 from torch_eaas.cli.report import Report
@@ -89,6 +93,15 @@ def test_two_micro_batches_are_under_way_in_one_graph() -> None:
     with in_one_process(QUICK, CPU, max_micro_batches=2) as ends:
         # three layers of each of the two, in each of two replays
         assert check_micro_batches(ends) == 2 * 2 * 3
+
+
+def test_two_micro_batches_make_a_layers_first_calls() -> None:
+    with in_one_process(QUICK, CPU, max_micro_batches=2) as ends:
+        assert check_eager_micro_batches(ends) == 2 * 3
+
+
+def test_threads_capture_at_the_same_time() -> None:
+    assert check_captures(CPU, 3) == 9
 
 
 def test_a_server_comes_and_the_other_leaves_under_one_graph() -> None:

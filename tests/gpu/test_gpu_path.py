@@ -14,12 +14,16 @@ from benchmarks.gpu_path import PROFILED
 from benchmarks.gpu_path_checks import (
     check_fewer_tokens,
     check_joins,
-    check_micro_batches,
     check_placements,
     check_tokens,
     in_one_process,
 )
 from benchmarks.gpu_path_ends import Sizes
+from benchmarks.gpu_path_lanes import (
+    check_captures,
+    check_eager_micro_batches,
+    check_micro_batches,
+)
 from benchmarks.gpu_path_latency import wires
 from benchmarks.gpu_path_nvshmem import answers_between_pes
 from benchmarks.gpu_path_processes import DEEP, check_kills, in_processes
@@ -59,6 +63,26 @@ def test_one_graph_is_replayed_while_experts_move() -> None:
 def test_two_micro_batches_on_forked_streams_are_one_graph() -> None:
     with in_one_process(SIZES, GPU, max_micro_batches=2) as ends:
         assert check_micro_batches(ends) == 2 * 2 * 3
+
+
+def test_a_layers_first_calls_by_two_streams_at_once_see_the_same_tables() -> None:
+    with in_one_process(SIZES, GPU, max_micro_batches=2) as ends:
+        assert check_eager_micro_batches(ends) == 2 * 3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_all_work_of_an_end_is_its_gpus_also_if_that_is_not_the_current_one() -> None:
+    other = torch.device("cuda", 1)
+    with in_one_process(SIZES, GPU) as ends:
+        check_fewer_tokens(ends)
+    # the same captures anew, and tables that are written often
+    with in_one_process(SIZES, other, servers=2, combine="exact") as ends:
+        assert check_fewer_tokens(ends) == 5
+        check_placements(ends, 5)
+
+
+def test_threads_capture_at_the_same_time() -> None:
+    assert check_captures(GPU, 10) == 30
 
 
 def test_a_server_comes_and_the_other_leaves_under_one_graph() -> None:

@@ -34,6 +34,10 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "quantize_rows": lambda: row_quantizer.launch(
         torch.zeros(512, 7168, dtype=BF16), 128, ints(128)
     ),
+    # one kernel for all batches of a client: none is compiled in the middle of a request
+    "quantize_rows of a client": lambda: [
+        row_quantizer.launch(torch.zeros(rows, 7168, dtype=BF16), 128, None) for rows in (1, 7, 16)
+    ],
     "dequantize_rows": lambda: row_dequantizer.launch(
         torch.zeros(512, 7168, dtype=torch.float8_e4m3fn), torch.zeros(512, 56), ints(128), BF16
     ),
@@ -108,6 +112,11 @@ def test_the_cast_to_fp8_rounds_to_nearest_and_saturates(
     assert found.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") == found.count(r"cvt.*e4m3") > 0
     # the scale and the scaled numbers are those of the CPU, to the last bit
     assert found.count(r"div\.rn\.f32") > 0
+
+
+@TARGETS
+def test_a_clients_batches_of_all_sizes_are_quantised_by_one_kernel(capability: int) -> None:
+    assert len(kernels_of("quantize_rows of a client", capability)) == 1
 
 
 @TARGETS

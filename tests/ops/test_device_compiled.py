@@ -248,6 +248,9 @@ def test_a_scan_only_loads_what_clients_write_and_its_threads_agree_when_to_go_o
     barriers = places(kernel, BARRIER)
     assert any(decision < barrier < agreed for barrier in barriers)
     assert any(agreed < barrier < words for barrier in barriers)
+    # what was seen, since when, and a new time: a pair's last one is loaded by several warps before
+    *_, since, scanned = [at for at in places(kernel, r"\bst\.global\.b64") if words < at < counts]
+    assert any(since < barrier < scanned for barrier in barriers)
 
 
 @ON_EACH

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
+
+from torch_eaas.device.stream import undisturbed
 
 R = TypeVar("R")
 
@@ -30,15 +33,18 @@ class Captured(Generic[R]):
         self._graph: torch.cuda.CUDAGraph | None = None
         self.outputs: R
         """What ``work`` returned; on a CPU, the last time that it ran."""
-        with side_stream(self._device):
+        with side_stream(self._device) as stream:
             for _ in range(warmups):
                 self.outputs = work()
-        if self._device.type == "cuda":
+        if stream is not None:
             self._graph = torch.cuda.CUDAGraph()
-            # other threads open and close pairs meanwhile, and that is none of the capture's
+            # other threads open and close pairs meanwhile, and that is none of the capture's. The
+            # stream is its own: torch's is one for all threads, on the GPU that was first captured
             with (
+                undisturbed(),
+                _no_collection(),
                 torch.cuda.device(self._device),
-                torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+                torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
             ):
                 self.outputs = work()
 
@@ -51,14 +57,26 @@ class Captured(Generic[R]):
 
 
 @contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
+def _no_collection() -> Iterator[None]:
+    """Keep Python's collector off: what it finds may unmap memory, which a capture may not see."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     """Run on a stream of its own, as what comes before a capture must; nothing on a CPU."""
     if device.type != "cuda":
-        yield
+        yield None
         return
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            yield
+            yield stream
         torch.cuda.current_stream().wait_stream(stream)

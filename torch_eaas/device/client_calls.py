@@ -155,6 +155,7 @@ class DeviceStages:
         transport: Transport,
     ) -> None:
         self._tables = tables
+        self._device = device
         # wakes servers that are threads of this process
         self._ring = transport.ring
         self._puts = Puts(transport, device)
@@ -174,6 +175,16 @@ class DeviceStages:
         shape = (config.max_tokens, config.hidden_size)
         self._zeros = {dtype: torch.zeros(shape, dtype=dtype, device=device) for dtype in FLOATS}
         self._open_gate = torch.zeros(1, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            self.load_what_failures_need()
+
+    def load_what_failures_need(self) -> None:
+        """Compile and load the kernels that no good step runs: a failover has no time for it."""
+        tables = self._client_tables[0]
+        read_text(tables, 0, 0)
+        nowhere_PT = torch.full((self._num_pairs, 1), -1, dtype=torch.int32, device=self._device)
+        sum_TD = self._zeros[torch.float32][:1]
+        add_replies(tables, nowhere_PT, self._open_gate, sum_TD, reply_dtype=self._reply_dtype)
 
     def send(self, call: DeviceCall) -> None:
         """Choose replicas, share the tokens, wait for the slots, and write the requests."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_eaas.device.stream import current_stream
+
 
 class Staged:
     """A tensor on a device, and the pinned memory from which it is written.
@@ -30,7 +32,7 @@ class Staged:
         self._copied.synchronize()
         self._host.copy_(values)
         self.on_device.copy_(self._host, non_blocking=True)
-        self._copied.record()
+        self._copied.record(current_stream(self.on_device.device))
 
 
 def _event() -> torch.cuda.Event:

@@ -18,6 +18,7 @@ from torch_eaas.config import ClientConfig
 from torch_eaas.connections import Connections
 from torch_eaas.device.client_pairs import DeviceConnection
 from torch_eaas.device.client_staging import Staged
+from torch_eaas.device.stream import current_stream, finish_all
 from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import FREE_ROW, Column
 from torch_eaas.ops.put_table import NO_PUT, PutColumn
@@ -101,6 +102,7 @@ class DeviceTables:
         made = _Layer(holders_EH, np.full(shape, -1, dtype=np.int32))
         self._layers[layer] = made
         self._write_layer(layer, made, self._rows_by_name())
+        self._await_copies()
 
     def holders_of(self, layer: int, num_experts: int) -> Tensor:
         """Return a layer's table, int32; ConfigError if it was made for other experts."""
@@ -127,7 +129,7 @@ class DeviceTables:
         return bool(rows_EH[expert, 0] >= 0)
 
     def refresh(self, avoid: Collection[str] = (), *, own: int = 0) -> None:
-        """Bring the tables up to date, in order with the current stream's work; usually nothing.
+        """Bring the tables up to date behind the current stream's work, and wait; usually nothing.
 
         Args:
             avoid: Servers to ask only where nobody else holds an expert.
@@ -147,11 +149,22 @@ class DeviceTables:
             self._write_layer(layer, table, by_name)
         version = torch.tensor([self._connections.placement.version], device="cpu")
         self._version.write(version)
+        self._await_copies()
 
     def close(self) -> None:
-        """Forget all pairs."""
-        self._seats = [None] * len(self._seats)
-        self._left, self._leaving = [], []
+        """Forget all pairs, once no kernel can be using them."""
+        # an error may have ended a step between dispatch and combine
+        try:
+            if self._leaving or any(self._seats):
+                finish_all(self._device)
+        finally:
+            self._seats = [None] * len(self._seats)
+            self._left, self._leaving = [], []
+
+    def _await_copies(self) -> None:
+        """Wait until the tables are as written: each micro-batch may look from its own stream."""
+        if self._device.type == "cuda":
+            current_stream(self._device).synchronize()
 
     # -- the table of pairs --------------------------------------------------------------------
 
@@ -199,7 +212,7 @@ class DeviceTables:
         passed: torch.cuda.Event | None = None
         if left and self._device.type == "cuda":
             passed = torch.cuda.Event()
-            passed.record()
+            passed.record(current_stream(self._device))
         self._leaving += [(passed, conn) for conn in left]
         self._let_go()
 

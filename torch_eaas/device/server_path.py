@@ -18,7 +18,7 @@ from torch_eaas.device.puts import Puts
 from torch_eaas.device.server_counters import DeviceCounters
 from torch_eaas.device.server_iteration import DeviceIteration, IterationSizes
 from torch_eaas.device.server_pairs import DevicePair, PairRows
-from torch_eaas.device.stream import Mark
+from torch_eaas.device.stream import Mark, finish_all
 from torch_eaas.ops.pair_table import unsigned
 from torch_eaas.protocol.layout import PairSpec
 from torch_eaas.protocol.words import is_newer
@@ -62,10 +62,9 @@ class DevicePath(DataPath[DevicePair]):
         self._iteration = DeviceIteration(slab, sizes, self._puts)
         self._captured = Captured(self._iteration.run, device=slab.device)
         self._on_gpu = slab.device.type == "cuda"
-        if self._on_gpu:
-            # what was made on other streams is there before the first replay
-            torch.cuda.synchronize(slab.device)
         self._rows = PairRows(self._iteration.tables, self._iteration.puts_PQ, self._stream)
+        # what was made on other streams is there before the first replay
+        finish_all(slab.device)
         self._max_requests = sizes.max_pairs * sizes.spec.slots
         self._enqueuing = threading.Lock()
         self._under_way: deque[Mark] = deque()

@@ -5,6 +5,7 @@ On a CPU there are no streams: what is enqueued is done at once, and every mark 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from torch_eaas.errors import ConfigError, PeerTimeout
 
 LOOK_S = 1e-4
 """Between two looks at a mark; far less than the handshakes and copies that wait for one."""
+
+_ALONE = threading.RLock()
+"""Held by who captures, or waits for a whole device: by either at most one in a process."""
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -42,6 +46,28 @@ def check_device(device: torch.device | str) -> torch.device:
             f"cuda:{count - 1}; check CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", index)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep captures, and waits for a whole device, of this process apart.
+
+    A wait for a device spoils what any thread captures on it, and a capture begins with one.
+    """
+    with _ALONE:
+        yield
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return where this thread's work for a GPU goes, whichever GPU is the current one."""
+    return torch.cuda.current_stream(device)
+
+
+def finish_all(device: torch.device) -> None:
+    """Wait until a device has done all that this process gave it, in whatever stream."""
+    if device.type == "cuda":
+        with undisturbed():
+            torch.cuda.synchronize(device)
 
 
 class Mark:
@@ -88,7 +114,9 @@ class DeviceStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # of the other pool: torch hands out 32 of each in turn, and a client of this process whose
+        # stream is its server's would wait in it for an answer that comes behind
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
     def current(self) -> Iterator[None]:

@@ -108,7 +108,7 @@ def scale_tile(x_RB: tl.tensor) -> tl.tensor:
     return tl.div_rn(x_RB, tl.broadcast_to(scale_R[:, None], x_RB.shape)), scale_R
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_slots"])
+@triton.jit(do_not_specialize=["num_rows", "num_slots", "room"])
 def _quantize_kernel(
     x_MK: tl.tensor,
     num_tokens_S: tl.tensor,

@@ -236,6 +236,8 @@ def _scan_kernel(
     scanned = tl.load(scanned_P + pair, mask=is_open, other=0)
     tl.store(seen_PS, word, mask=is_new)
     tl.store(since_PS, tl.broadcast_to(scanned[:, None], word.shape), mask=is_new)
+    # one thread stores a pair's time, and others have loaded the last one
+    tl.debug_barrier()
     tl.store(scanned_P + pair, tl.broadcast_to(tl.load(now), pair.shape), mask=is_open)
     # from here on all threads know the same
     tl.debug_barrier()
