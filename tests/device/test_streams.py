@@ -15,7 +15,7 @@ from tests.device_served import call, every_expert, inputs, moe_sum, world
 from tests.monitor.planned import wait_until
 from tests.ops.implementations import use_kernels
 from tests.ops.processes import needs_x86
-from torch_eaas import device_client_staging, device_client_tables
+from torch_eaas.device import client_staging, client_tables
 from torch_eaas.device.captured import Captured
 from torch_eaas.device.client_staging import Staged
 from torch_eaas.device.stream import DeviceStream, finish_all, undisturbed
@@ -148,7 +148,7 @@ def test_a_copy_is_marked_where_it_was_enqueued_and_not_on_the_current_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Event, "streams", [])
-    monkeypatch.setattr(device_client_staging, "current_stream", lambda device: str(device))
+    monkeypatch.setattr(client_staging, "current_stream", lambda device: str(device))
     staged = Staged(torch.zeros(2))
     staged._copied = Event()  # type: ignore[assignment]
     staged.write(torch.tensor([1.0, 2.0]))
@@ -165,14 +165,14 @@ def test_tables_are_there_for_all_streams_and_windows_stay_until_no_kernel_uses_
     monkeypatch.setattr(Event, "streams", [])
     monkeypatch.setattr(Event, "passed", False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(device_client_tables, "current_stream", lambda device: stream)
+    monkeypatch.setattr(client_tables, "current_stream", lambda device: stream)
     held = every_expert(2)
     with world(held, held) as servers:
         client = servers.client()
         tables = client._tables
         tables._device = GPU
         monkeypatch.setattr(
-            device_client_tables,
+            client_tables,
             "finish_all",
             lambda device: finished.append((device, sum(map(bool, tables._seats)))),
         )
