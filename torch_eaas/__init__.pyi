@@ -2,6 +2,7 @@ from torch_eaas.access import Access as Access
 from torch_eaas.batch_splitting import join_batches as join_batches
 from torch_eaas.batch_splitting import split_batch as split_batch
 from torch_eaas.captured_step import CapturedStep as CapturedStep
+from torch_eaas.captured_step import check_repeatable as check_repeatable
 from torch_eaas.client import Client as Client
 from torch_eaas.comm.cuda_ipc import CudaIpcTransport as CudaIpcTransport
 from torch_eaas.comm.loopback import LoopbackTransport as LoopbackTransport
@@ -37,6 +38,7 @@ from torch_eaas.models.load import load_local as load_local
 from torch_eaas.monitor.announcement import ModelInfo as ModelInfo
 from torch_eaas.placement import Placement as Placement
 from torch_eaas.placement import share as share
+from torch_eaas.protocol.layout import PairSpec as PairSpec
 from torch_eaas.remote_moe import RemoteExperts as RemoteExperts
 from torch_eaas.remote_moe import RemoteMoE as RemoteMoE
 from torch_eaas.routers import GroupLimitedRouter as GroupLimitedRouter
