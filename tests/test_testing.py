@@ -13,7 +13,7 @@ from torch_eaas.errors import ConfigError, ExpertUnavailable
 from torch_eaas.experts import ExpertPool, ExpertWeights
 from torch_eaas.remote_moe import RemoteExperts
 from torch_eaas.testing import DelayedExperts, LocalCluster, random_experts
-from torch_eaas.testing.cluster import MOST_LATE_S
+from torch_eaas.testing.experts import MOST_LATE_S
 
 D, I, E, K = 24, 16, 6, 2
 X_TD = torch.linspace(-1, 1, 3 * D).view(3, D)
