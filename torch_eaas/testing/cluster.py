@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch_eaas.client import Client
 from torch_eaas.comm.loopback import LoopbackTransport
@@ -25,6 +24,8 @@ from torch_eaas.server import ExpertServer
 from torch_eaas.testing.experts import Weights
 from torch_eaas.testing.faults import FaultPlan
 
+AnyClient = TypeVar("AnyClient", Client, DeviceClient)
+
 PAIRS_S = 5.0
 """How long a new client waits for its pairs; a fault may keep one closed."""
 
@@ -41,6 +42,11 @@ class LocalCluster:
         plan: What is to go wrong.
         standbys: Servers that hold nothing at first and load what the monitor asks for.
         monitor: Run a monitor in the cluster, with these options; standbys need one.
+        on_device: Run device servers, on the CPU, for clients with these options. Where machines
+            are busy, give them a ``graph_wait`` of seconds.
+
+    Raises:
+        ConfigError: Standbys without a monitor, or planned faults of device servers.
 
     Example::
 
@@ -62,9 +68,15 @@ class LocalCluster:
         plan: FaultPlan | None = None,
         standbys: int = 0,
         monitor: MonitorConfig | None = None,
+        on_device: ClientConfig | None = None,
     ) -> None:
         if standbys and monitor is None:
             raise ConfigError("standbys load what a monitor asks for; give monitor=MonitorConfig()")
+        if plan is not None and on_device is not None:
+            raise ConfigError(
+                "a plan makes host-driven servers fail; kill() ends a device server, or leave "
+                "on_device out"
+            )
         self.transport = transport or LoopbackTransport()
         self._plan = plan
         self.layers = sorted({layer for layer, _ in weights})
@@ -72,7 +84,7 @@ class LocalCluster:
         self.intermediate_size, self.hidden_size = next(iter(weights.values())).gate_ID.shape
         self._stack = ExitStack()
         self._killed: set[int] = set()
-        self._weights, self._storage = weights, storage
+        self._weights, self._storage, self._on_device = weights, storage, on_device
         self.monitor_url: str | None = None
         """The monitor's URL, if one runs."""
         if monitor is not None:
@@ -90,19 +102,25 @@ class LocalCluster:
 
         Args:
             top_k: Experts per token.
-            options: More fields of ``ClientConfig``.
+            options: More fields of ``ClientConfig``; device servers must have been given the same.
         """
         config = ClientConfig(hidden_size=self.hidden_size, top_k=top_k, **options)
-        addresses = [s.address for i, s in enumerate(self.servers) if i not in self._killed]
-        if self.monitor_url is not None:
-            addresses = []
-        client = Client(
-            config, servers=addresses, monitor=self.monitor_url, transport=self.transport
-        )
-        self._stack.enter_context(client)
-        client.wait_ready(self.layers, self.num_experts)
-        self._await_pairs(client)
-        return client
+        return self._opened(Client(config, **self._reached()))
+
+    def device_client(self, config: ClientConfig | None = None, **options: Any) -> DeviceClient:
+        """Return a client whose requests are kernels, or their twins: like ``client``.
+
+        Args:
+            config: Its options; by default those that the cluster has ``on_device``.
+            options: More of ``DeviceClient``: ``max_servers``, ``max_replicas``.
+
+        Raises:
+            ConfigError: There are no options.
+        """
+        config = config or self._on_device
+        if config is None:
+            raise ConfigError("device_client needs a config, or the cluster on_device=config")
+        return self._opened(DeviceClient(config, **self._reached(), **options))
 
     def kill(self, index: int) -> None:
         """End a server as SIGKILL would: what waits for it is not answered.
@@ -131,31 +149,64 @@ class LocalCluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _await_pairs(self, client: Client) -> None:
+    def _reached(self) -> dict[str, Any]:
+        """Return how a client reaches the live servers."""
+        addresses = [s.address for i, s in enumerate(self.servers) if i not in self._killed]
+        if self.monitor_url is not None:
+            addresses = []
+        return {
+            "servers": addresses,
+            "monitor": self.monitor_url,
+            "transport": self.transport,
+        }
+
+    def _opened(self, client: AnyClient) -> AnyClient:
         """Give all pairs time to open: a client is ready as soon as each expert has one holder."""
+        self._stack.enter_context(client)
+        client.wait_ready(self.layers, self.num_experts)
         deadline = time.monotonic() + PAIRS_S
         while client._connections.closed and time.monotonic() < deadline:
             time.sleep(0.001)
+        return client
 
-    def _server(self, index: int, holdings: Holdings) -> ExpertServer:
-        pool = ExpertPool(self.hidden_size, self.intermediate_size, storage=self._storage)
+    def _server(self, index: int, holdings: Holdings) -> ExpertServer | DeviceServer:
+        experts = self._no_experts()
 
         def load(pairs: Iterable[tuple[int, int]]) -> None:
-            pool.update({pair: self._weights[pair] for pair in pairs})
+            experts.update({pair: self._weights[pair] for pair in pairs})
 
         load(pairs_of(holdings))
         room = 0 if holdings else len(self._weights)
-        server = ExpertServer(
-            pool,
-            ServerConfig(name=f"server-{index}", room=room),
-            transport=self.transport,
-            monitor=self.monitor_url,
-            model=ModelInfo(
+        config = ServerConfig(name=f"server-{index}", room=room)
+        member: dict[str, Any] = {
+            "transport": self.transport,
+            "monitor": self.monitor_url,
+            "model": ModelInfo(
                 fingerprint="", layers=tuple(self.layers), num_experts=self.num_experts
             ),
-            load=load,
-        )
+            "load": load,
+        }
+        server: ExpertServer | DeviceServer
+        if isinstance(experts, ExpertSlab):
+            assert self._on_device is not None
+            server = DeviceServer(experts, PairSpec.of(self._on_device), config, **member)
+        else:
+            server = ExpertServer(experts, config, **member)
+            if self._plan is not None:
+                self._plan.attach(server, index)
         self._stack.enter_context(server)
-        if self._plan is not None:
-            self._plan.attach(server, index)
         return server.serve_in_background()
+
+    def _no_experts(self) -> ExpertPool | ExpertSlab:
+        """Return what a server holds before it has loaded anything."""
+        sizes = (self.hidden_size, self.intermediate_size)
+        if self._on_device is None:
+            return ExpertPool(*sizes, storage=self._storage)
+        return ExpertSlab(
+            *sizes,
+            slots=len(self._weights),
+            max_layers=max(self.layers) + 1,
+            max_experts=self.num_experts,
+            storage=self._storage,
+            device="cpu",
+        )
