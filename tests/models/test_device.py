@@ -82,10 +82,10 @@ def test_a_prompt_above_max_tokens_is_refused_in_words_and_runs_in_parts(
     assert torch.equal(found, load_local(CARRIED).generate(prompt, **GREEDY))
 
 
-def first_layers(model: Any, num_layers: int) -> Any:
-    """Cut a decoder off: compiling takes seconds a layer, and its layers with experts are alike."""
-    del model.model.layers[num_layers:]
-    model.config.num_hidden_layers = num_layers
+def one_layer(model: Any) -> Any:
+    """Keep one layer, which has experts: compiling takes seconds for each."""
+    del model.model.layers[2:], model.model.layers[0]
+    model.config.num_hidden_layers = 1
     return model
 
 
@@ -93,14 +93,13 @@ def first_layers(model: Any, num_layers: int) -> Any:
 @torch.no_grad()
 def test_the_decoder_compiles_whole(client: DeviceClient) -> None:
     graphs = CompileCounterWithBackend("aot_eager")
-    expected = first_layers(load_local(CARRIED), 2)
-    model = first_layers(load_client(CARRIED, client), 2)
+    expected = one_layer(load_local(CARRIED))
+    model = one_layer(load_client(CARRIED, client))
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
     before = client.counters().get("dispatches", 0)
-    for length in (9, 16):
-        ids = PROMPTS[:, :length].contiguous()
-        torch._dynamo.maybe_mark_dynamic(ids, 1)
+    for ids in (PROMPTS, PROMPTS.flip(0)):
         found = compiled(ids, use_cache=False).logits
-        torch.testing.assert_close(found, expected(ids, use_cache=False).logits, rtol=0, atol=1e-4)
+        wanted = expected(ids, use_cache=False).logits
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
     assert client.counters()["dispatches"] - before == 2
     assert graphs.frame_count == 1
