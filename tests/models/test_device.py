@@ -24,7 +24,7 @@ from torch_eaas.testing import LocalCluster
 CARRIED = Path(torch_eaas.__file__).parent / "assets" / "shakespeare"
 PROMPTS = torch.tensor([list(b"ROMEO:\nBut soft,"), list(b"JULIET:\nO Romeo,")])
 GREEDY: dict[str, Any] = {
-    "max_new_tokens": 12,
+    "max_new_tokens": 8,
     "do_sample": False,
     "pad_token_id": 0,
     "eos_token_id": None,
