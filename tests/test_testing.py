@@ -134,7 +134,13 @@ def test_a_request_to_a_killed_server_gets_no_answer() -> None:
 
 
 ON_DEVICE = ClientConfig(
-    hidden_size=D, top_k=K, max_tokens=3, combine="exact", graph_wait=timedelta(seconds=1)
+    hidden_size=D,
+    top_k=K,
+    max_tokens=3,
+    combine="exact",
+    graph_wait=timedelta(seconds=1),
+    # however busy the machine is
+    request_timeout=timedelta(seconds=30),
 )
 
 

@@ -30,7 +30,7 @@ GREEDY: dict[str, Any] = {
     "eos_token_id": None,
 }
 CONFIG = ClientConfig(
-    hidden_size=144, top_k=4, max_tokens=PROMPTS.numel(), graph_wait=timedelta(seconds=5)
+    hidden_size=144, top_k=4, max_tokens=PROMPTS.numel(), graph_wait=timedelta(seconds=20)
 )
 
 
