@@ -16,7 +16,6 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 from typing_extensions import override
 
-from torch_eaas.client_pairs import spec_of
 from torch_eaas.comm.cuda_ipc import CudaIpcTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.transport import Transport
@@ -26,6 +25,7 @@ from torch_eaas.device.expert_slab import ExpertSlab
 from torch_eaas.device.server import DeviceServer
 from torch_eaas.errors import PeerTimeout
 from torch_eaas.experts import ExpertWeights
+from torch_eaas.protocol.layout import PairSpec
 from torch_eaas.testing import random_experts
 
 Weights = Mapping[tuple[int, int], ExpertWeights]
@@ -133,7 +133,7 @@ def new_server(
     )
     experts.update(weights)
     options = ServerConfig(name=name, address=address, max_pairs=4, max_rows=2048)
-    return DeviceServer(experts, spec_of(config), options, max_requests=4, transport=transport)
+    return DeviceServer(experts, PairSpec.of(config), options, max_requests=4, transport=transport)
 
 
 def new_client(

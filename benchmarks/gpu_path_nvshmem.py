@@ -13,10 +13,10 @@ from benchmarks.gpu_path_checks import PATIENT, Ends, check_fewer_tokens, check_
 from benchmarks.gpu_path_ends import Sizes, new_client, new_server
 from benchmarks.gpu_path_processes import STARTS_S
 from benchmarks.workers import Worker
-from torch_eaas.client_pairs import spec_of
 from torch_eaas.comm.nvshmem import NvshmemConfig, NvshmemWorld, Role
 from torch_eaas.comm.nvshmem_transport import NvshmemTransport
 from torch_eaas.errors import EaasError, PeerTimeout, TransportError
+from torch_eaas.protocol.layout import PairSpec
 
 
 def answers_between_pes(sizes: Sizes, device: torch.device) -> int:
@@ -59,7 +59,7 @@ def _be_pe(pipe: Pipe, role: Role, sizes: Sizes, device: torch.device) -> None:
 
     number = 0 if role == "server" else 1
     start = NvshmemConfig(role=role, pe=number, num_pes=2, device=device.index or 0)
-    transport = NvshmemTransport(NvshmemWorld.open(start, spec_of(config), exchange))
+    transport = NvshmemTransport(NvshmemWorld.open(start, PairSpec.of(config), exchange))
     given: dict[str, Any] = {"device": device, "transport": transport}
     if role == "server":
         with new_server(sizes, sizes.weights(), config, name="pe0", **given) as server:

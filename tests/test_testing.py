@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
+from tests.monitor.planned import FAST
+from torch_eaas.config import ClientConfig
+from torch_eaas.device.server import DeviceServer
 from torch_eaas.errors import ConfigError, ExpertUnavailable
 from torch_eaas.experts import ExpertPool, ExpertWeights
 from torch_eaas.remote_moe import RemoteExperts
-from torch_eaas.testing import DelayedExperts, LocalCluster, random_experts
-from torch_eaas.testing.cluster import MOST_LATE_S
+from torch_eaas.testing import DelayedExperts, FaultPlan, LocalCluster, random_experts
+from torch_eaas.testing.experts import MOST_LATE_S
 
 D, I, E, K = 24, 16, 6, 2
 X_TD = torch.linspace(-1, 1, 3 * D).view(3, D)
@@ -128,3 +131,58 @@ def test_a_request_to_a_killed_server_gets_no_answer() -> None:
         cluster.kill(0)
         with pytest.raises(ExpertUnavailable, match="layer 0"):
             experts.combine(experts.dispatch(X_TD, IDS_TK, WEIGHTS_TK))
+
+
+ON_DEVICE = ClientConfig(
+    hidden_size=D,
+    top_k=K,
+    max_tokens=3,
+    combine="exact",
+    graph_wait=timedelta(seconds=1),
+    # however busy the machine is
+    request_timeout=timedelta(seconds=30),
+)
+
+
+def test_a_cluster_of_device_servers_serves_both_kinds_of_clients_also_after_a_kill() -> None:
+    weights = random_experts(D, I, [1, 4], E, seed=1)
+    with LocalCluster(weights, servers=3, copies=2, on_device=ON_DEVICE) as cluster:
+        assert {type(server) for server in cluster.servers} == {DeviceServer}
+        hosts = cluster.client(top_k=K, max_tokens=3, combine="exact")
+        for client in (cluster.device_client(max_servers=3), hosts):
+            for layer in (1, 4):
+                experts = RemoteExperts(client, layer=layer, num_experts=E, top_k=K)
+                got = experts(X_TD, IDS_TK, WEIGHTS_TK)
+                torch.testing.assert_close(got, dense(weights, layer), rtol=1e-5, atol=1e-5)
+        cluster.kill(1)
+        late = cluster.device_client()
+        assert [server.name for server in late.placement.servers] == ["server-0", "server-2"]
+        experts = RemoteExperts(late, layer=4, num_experts=E, top_k=K)
+        got = experts(X_TD, IDS_TK, WEIGHTS_TK)
+        torch.testing.assert_close(got, dense(weights, 4), rtol=1e-5, atol=1e-5)
+
+
+def test_a_device_standby_loads_what_its_dead_neighbour_held() -> None:
+    weights = random_experts(D, I, [0], E, seed=1)
+    with LocalCluster(weights, servers=1, standbys=1, monitor=FAST, on_device=ON_DEVICE) as cluster:
+        experts = RemoteExperts(cluster.device_client(), layer=0, num_experts=E, top_k=K)
+        cluster.kill(0)
+        got = experts(X_TD, IDS_TK, WEIGHTS_TK)
+        torch.testing.assert_close(got, dense(weights, 0), rtol=1e-5, atol=1e-5)
+        assert cluster.servers[1].experts.holdings == {0: tuple(range(E))}
+
+
+def test_a_device_client_asks_host_driven_servers_too() -> None:
+    weights = random_experts(D, I, [0], E, seed=1)
+    with LocalCluster(weights, servers=2) as cluster:
+        experts = RemoteExperts(cluster.device_client(ON_DEVICE), layer=0, num_experts=E, top_k=K)
+        got = experts(X_TD, IDS_TK, WEIGHTS_TK)
+        torch.testing.assert_close(got, dense(weights, 0), rtol=1e-5, atol=1e-5)
+        with pytest.raises(ConfigError, match="device_client needs a config, or the cluster on_d"):
+            cluster.device_client()
+
+
+def test_device_servers_have_no_planned_faults() -> None:
+    weights = random_experts(D, I, [0], E, seed=1)
+    with pytest.raises(ConfigError, match="a plan makes host-driven servers fail; kill"):
+        LocalCluster(weights, plan=FaultPlan([]), on_device=ON_DEVICE)

@@ -13,6 +13,7 @@ from torch_eaas.config import MonitorConfig as MonitorConfig
 from torch_eaas.config import ServerConfig as ServerConfig
 from torch_eaas.dbo import DoubleBatchOverlap as DoubleBatchOverlap
 from torch_eaas.device.captured_step import CapturedStep as CapturedStep
+from torch_eaas.device.captured_step import check_repeatable as check_repeatable
 from torch_eaas.device.client import DeviceClient as DeviceClient
 from torch_eaas.device.expert_slab import ExpertSlab as ExpertSlab
 from torch_eaas.device.server import DeviceServer as DeviceServer
@@ -37,6 +38,7 @@ from torch_eaas.models.load import load_local as load_local
 from torch_eaas.monitor.announcement import ModelInfo as ModelInfo
 from torch_eaas.placement import Placement as Placement
 from torch_eaas.placement import share as share
+from torch_eaas.protocol.layout import PairSpec as PairSpec
 from torch_eaas.remote_moe import RemoteExperts as RemoteExperts
 from torch_eaas.remote_moe import RemoteMoE as RemoteMoE
 from torch_eaas.routers import GroupLimitedRouter as GroupLimitedRouter

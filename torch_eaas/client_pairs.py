@@ -212,19 +212,6 @@ class Connection(OpenPair):
         return flat.reshape(shape)
 
 
-def spec_of(config: ClientConfig) -> PairSpec:
-    """Return what a client wants of each of its pairs."""
-    return PairSpec(
-        hidden_size=config.hidden_size,
-        top_k=config.top_k,
-        slots=config.slots,
-        max_tokens=config.max_tokens,
-        wire_dtype=config.wire_dtype,
-        reply_dtype=config.reply_dtype,
-        combine=config.combine,
-    )
-
-
 def hello_of(config: ClientConfig, instance: int, epoch: int, fingerprint: str) -> Json:
     """Return what a handshake says of a client."""
     return {

@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Generic
 
-from torch_eaas.client_pairs import CONTROL_TIMEOUT_S, C, hello_of, open_connection, spec_of
+from torch_eaas.client_pairs import CONTROL_TIMEOUT_S, C, hello_of, open_connection
 from torch_eaas.comm.transport import Link, Transport
 from torch_eaas.config import ClientConfig
 from torch_eaas.control_tasks import ControlTasks
 from torch_eaas.errors import PeerTimeout, TransportError
 from torch_eaas.left_windows import LeftWindows
 from torch_eaas.placement import Placement, ServerInfo
+from torch_eaas.protocol.layout import PairSpec
 from torch_eaas.protocol.pairs import ClientPair
 from torch_eaas.routing import LayerRoutes
 
@@ -52,7 +53,7 @@ class Connections(Generic[C]):
         self._transport = transport
         self._clock = clock
         self._make = make
-        self._spec = spec_of(config)
+        self._spec = PairSpec.of(config)
         self._lock = threading.Lock()
         self._pairs: dict[int, ClientPair] = {}
         self._ended: list[Link] = []

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from tests.served import LAYERS, WEIGHTS, D, E, I, K, batch, oracle
 from torch_eaas.client import Client
-from torch_eaas.client_pairs import spec_of
 from torch_eaas.config import ClientConfig, ServerConfig, Storage
 from torch_eaas.device.captured_step import CapturedStep
 from torch_eaas.device.client import DeviceClient
@@ -23,6 +22,7 @@ from torch_eaas.device.expert_slab import ExpertSlab
 from torch_eaas.device.server import DeviceServer
 from torch_eaas.device.server_iteration import DeviceIteration
 from torch_eaas.errors import ConfigError
+from torch_eaas.protocol.layout import PairSpec
 from torch_eaas.remote_moe import RemoteExperts, RemoteMoE
 from torch_eaas.routers import GroupLimitedRouter, SoftmaxTopKRouter
 from torch_eaas.testing import forbid_syncs
@@ -47,7 +47,8 @@ def device_server(
         D, I, slots=len(held), max_layers=4, max_experts=E, storage=storage, device="cpu"
     )
     slab.update({key: WEIGHTS[key] for key in held})
-    return DeviceServer(slab, spec_of(config), ServerConfig(name=name, max_pairs=2), max_requests=3)
+    options = ServerConfig(name=name, max_pairs=2)
+    return DeviceServer(slab, PairSpec.of(config), options, max_requests=3)
 
 
 def guarded(work: Callable[[], object], ran: list[object]) -> Callable[[], object]:

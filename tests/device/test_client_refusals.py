@@ -70,8 +70,9 @@ def bad(what: str, *, tokens: int = 2) -> dict[str, Any]:
         (bad("ids' dtype"), "layer 0: expert ids must be int32 or int64, got torch.float32; cast"),
         (
             bad("tokens", tokens=5),
-            "layer 0: 5 tokens are more than a slot of the device path holds;"
-            " raise max_tokens (now 4), or split the batch",
+            "layer 0: 5 tokens at once are more than max_tokens 4, and the device path splits no "
+            "batch; raise max_tokens here and at the servers, or run fewer at once: with "
+            "transformers, a prompt in parts by generate(prefill_chunk_size=...)",
         ),
         (bad("experts"), "layer 0 has 4 experts in this client's tables, got num_experts 5;"),
         (

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torch_eaas.config import ClientConfig
 from torch_eaas.errors import ConfigError
 from torch_eaas.protocol.layout import PairSpec, align
 
@@ -231,3 +232,24 @@ def test_a_spec_in_json_has_all_fields_and_no_others() -> None:
     del data["top_k"]
     with pytest.raises(ConfigError, match=r"a pair's spec has the fields"):
         PairSpec.from_json(data)
+
+
+def test_a_spec_of_a_clients_options_has_a_slot_more_than_micro_batches() -> None:
+    config = ClientConfig(
+        hidden_size=7168,
+        top_k=8,
+        max_tokens=64,
+        max_micro_batches=2,
+        wire_dtype="fp8",
+        reply_dtype="bf16",
+        combine="exact",
+    )
+    assert PairSpec.of(config) == PairSpec(
+        hidden_size=7168,
+        top_k=8,
+        slots=3,
+        max_tokens=64,
+        wire_dtype="fp8",
+        reply_dtype="bf16",
+        combine="exact",
+    )

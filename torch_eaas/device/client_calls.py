@@ -124,8 +124,10 @@ def check_inputs(
         )
     if shape[0] > config.max_tokens:
         raise ConfigError(
-            f"layer {layer}: {shape[0]} tokens are more than a slot of the device path holds; "
-            f"raise max_tokens (now {config.max_tokens}), or split the batch"
+            f"layer {layer}: {shape[0]} tokens at once are more than max_tokens "
+            f"{config.max_tokens}, and the device path splits no batch; raise max_tokens here and "
+            f"at the servers, or run fewer at once: with transformers, a prompt in parts by "
+            f"generate(prefill_chunk_size=...)"
         )
 
 

@@ -32,7 +32,8 @@ class DeviceServer(Server[DevicePair]):
 
     Args:
         slab: The experts; they may be added to and removed from while it serves.
-        spec: What every client must agree on; a pair may have fewer slots and tokens.
+        spec: What every client must agree on, ``PairSpec.of`` its config; a pair may have fewer
+            slots and tokens.
         config: The server's options.
         max_requests: Most requests of one iteration.
         wait_us: How long an iteration waits for a request, in microseconds of the GPU.
@@ -49,9 +50,10 @@ class DeviceServer(Server[DevicePair]):
 
     Example::
 
-        spec = PairSpec(hidden_size=7168, top_k=8, slots=4, max_tokens=128, wire_dtype="bf16")
-        with DeviceServer(slab, spec, transport=transport).serve_in_background() as server:
-            client = Client(config, servers=[server.address], transport=transport)
+        config = ClientConfig(hidden_size=7168, top_k=8, wire_dtype="bf16")
+        server = DeviceServer(slab, PairSpec.of(config), transport=transport)
+        with server.serve_in_background():
+            client = DeviceClient(config, servers=[server.address], transport=transport)
     """
 
     experts: ExpertSlab

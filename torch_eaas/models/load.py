@@ -52,7 +52,9 @@ def load_client(
 
     Args:
         path: The checkpoint's directory.
-        client: Whom the experts are asked of. The caller owns and closes it.
+        client: Whom the experts are asked of, a ``Client`` or a ``DeviceClient``, whose
+            ``max_tokens`` bounds the tokens of a forward pass: a whole prompt, in ``generate``,
+            unless ``prefill_chunk_size`` is less. The caller owns and closes it.
         dtype: Of all weights but the routers', which stay fp32.
 
     Raises:

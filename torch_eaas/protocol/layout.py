@@ -20,9 +20,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
-from torch_eaas.config import Combine, ReplyDtype, WireDtype, check_at_least, check_choice
+from torch_eaas.config import (
+    ClientConfig,
+    Combine,
+    ReplyDtype,
+    WireDtype,
+    check_at_least,
+    check_choice,
+)
 from torch_eaas.errors import ConfigError
 
 PROTOCOL_VERSION = 1
@@ -161,6 +168,19 @@ class PairSpec:
                 f"a window has at most {MAX_WINDOW_BYTES} bytes, {self} needs {largest}; "
                 f"lower max_tokens or max_micro_batches"
             )
+
+    @classmethod
+    def of(cls, config: ClientConfig) -> Self:
+        """Return what clients with these options ask of each of their pairs."""
+        return cls(
+            hidden_size=config.hidden_size,
+            top_k=config.top_k,
+            slots=config.slots,
+            max_tokens=config.max_tokens,
+            wire_dtype=config.wire_dtype,
+            reply_dtype=config.reply_dtype,
+            combine=config.combine,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""

@@ -1,143 +1,33 @@
-"""Clusters within one process, experts of a planned delay, random weights.
-
-Shape legend: T tokens, K experts per token, D hidden, I intermediate.
-"""
+"""Clusters within one process: servers in threads, and clients of theirs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
-from datetime import timedelta
-from typing import Any, Self
-
-import torch
-from torch import Tensor
-from typing_extensions import override
+from typing import Any, Self, TypeVar
 
 from torch_eaas.client import Client
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.transport import Transport
 from torch_eaas.config import ClientConfig, MonitorConfig, ServerConfig, Storage
+from torch_eaas.device.client import DeviceClient
+from torch_eaas.device.expert_slab import ExpertSlab
+from torch_eaas.device.server import DeviceServer
 from torch_eaas.errors import ConfigError
-from torch_eaas.experts import ExpertPool, ExpertWeights, GroupTable
+from torch_eaas.experts import ExpertPool
 from torch_eaas.monitor.announcement import ModelInfo
 from torch_eaas.monitor.app import serve_in_background
 from torch_eaas.placement import Holdings, pairs_of, share
+from torch_eaas.protocol.layout import PairSpec
 from torch_eaas.server import ExpertServer
-from torch_eaas.server_batch import Experts
+from torch_eaas.testing.experts import Weights
 from torch_eaas.testing.faults import FaultPlan
 
-Weights = Mapping[tuple[int, int], ExpertWeights]
-"""(layer, expert) to that expert's matrices."""
-
-MOST_LATE_S = 2e-4
+AnyClient = TypeVar("AnyClient", Client, DeviceClient)
 
 PAIRS_S = 5.0
 """How long a new client waits for its pairs; a fault may keep one closed."""
-
-
-class DelayedExperts(Experts):
-    """Experts that take a planned time and no core: each batch sleeps, then answers.
-
-    A sleep ends late, by 0.1 ms and more; the next ones are shortened by what the last ones were
-    late, at most by ``MOST_LATE_S``, so that batches take what is planned on average.
-
-    Args:
-        hidden_size: D.
-        holdings: Layer to the ids of the experts held.
-        delay: How long each batch takes, beside what ``pool`` takes.
-        pool: What computes the answers, which must hold ``holdings``; without one they are zeros.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        holdings: Holdings,
-        delay: timedelta,
-        *,
-        pool: ExpertPool | None = None,
-    ) -> None:
-        if pool is not None and pool.hidden_size != hidden_size:
-            raise ConfigError(f"the pool has hidden size {pool.hidden_size}, not {hidden_size}")
-        self._hidden_size = hidden_size
-        self._holdings = holdings
-        self._pool = pool
-        self.delay = delay
-        self._late_s = 0.0
-        self._zeros: dict[tuple[int, ...], Tensor] = {}
-        nobody: Any = None
-        self._table = GroupTable(
-            {(layer, expert): nobody for layer, ids in holdings.items() for expert in ids}
-        )
-
-    @property
-    @override
-    def hidden_size(self) -> int:
-        return self._hidden_size
-
-    @property
-    @override
-    def holdings(self) -> Holdings:
-        return self._holdings
-
-    @property
-    @override
-    def table(self) -> GroupTable:
-        return self._table if self._pool is None else self._pool.table
-
-    @override
-    def run(
-        self,
-        table: GroupTable,
-        x_TD: Tensor,
-        groups_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        per_expert: bool,
-    ) -> Tensor:
-        self._sleep(self.delay.total_seconds())
-        if self._pool is not None:
-            return self._pool.run(table, x_TD, groups_TK, weights_TK, per_expert=per_expert)
-        shape = (*(groups_TK.shape if per_expert else groups_TK.shape[:1]), self._hidden_size)
-        # made once: a new tensor of this size costs a page fault for each of its pages
-        if shape not in self._zeros:
-            self._zeros[shape] = torch.zeros(shape)
-        return self._zeros[shape]
-
-    def _sleep(self, seconds: float) -> None:
-        if seconds > self._late_s:
-            started = time.monotonic()
-            time.sleep(seconds - self._late_s)
-            late_s = time.monotonic() - started - seconds
-            self._late_s = min(max(0.0, self._late_s + late_s / 8), MOST_LATE_S)
-
-
-def random_experts(
-    hidden_size: int, intermediate_size: int, layers: list[int], num_experts: int, seed: int = 0
-) -> dict[tuple[int, int], ExpertWeights]:
-    """Return random fp32 weights of every expert of some layers; the same for the same seed.
-
-    Their scale keeps outputs near the size of the inputs.
-
-    Args:
-        hidden_size: D.
-        intermediate_size: I.
-        layers: The layers' numbers.
-        num_experts: Experts of each layer.
-        seed: Of the generator.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator).div_(columns**0.5)
-
-    wide = (intermediate_size, hidden_size)
-    return {
-        (layer, expert): ExpertWeights(matrix(*wide), matrix(*wide), matrix(*wide[::-1]))
-        for layer in layers
-        for expert in range(num_experts)
-    }
 
 
 class LocalCluster:
@@ -152,6 +42,11 @@ class LocalCluster:
         plan: What is to go wrong.
         standbys: Servers that hold nothing at first and load what the monitor asks for.
         monitor: Run a monitor in the cluster, with these options; standbys need one.
+        on_device: Run device servers, on the CPU, for clients with these options. Where machines
+            are busy, give them a ``graph_wait`` of seconds.
+
+    Raises:
+        ConfigError: Standbys without a monitor, or planned faults of device servers.
 
     Example::
 
@@ -173,9 +68,15 @@ class LocalCluster:
         plan: FaultPlan | None = None,
         standbys: int = 0,
         monitor: MonitorConfig | None = None,
+        on_device: ClientConfig | None = None,
     ) -> None:
         if standbys and monitor is None:
             raise ConfigError("standbys load what a monitor asks for; give monitor=MonitorConfig()")
+        if plan is not None and on_device is not None:
+            raise ConfigError(
+                "a plan makes host-driven servers fail; kill() ends a device server, or leave "
+                "on_device out"
+            )
         self.transport = transport or LoopbackTransport()
         self._plan = plan
         self.layers = sorted({layer for layer, _ in weights})
@@ -183,7 +84,7 @@ class LocalCluster:
         self.intermediate_size, self.hidden_size = next(iter(weights.values())).gate_ID.shape
         self._stack = ExitStack()
         self._killed: set[int] = set()
-        self._weights, self._storage = weights, storage
+        self._weights, self._storage, self._on_device = weights, storage, on_device
         self.monitor_url: str | None = None
         """The monitor's URL, if one runs."""
         if monitor is not None:
@@ -201,19 +102,25 @@ class LocalCluster:
 
         Args:
             top_k: Experts per token.
-            options: More fields of ``ClientConfig``.
+            options: More fields of ``ClientConfig``; device servers must have been given the same.
         """
         config = ClientConfig(hidden_size=self.hidden_size, top_k=top_k, **options)
-        addresses = [s.address for i, s in enumerate(self.servers) if i not in self._killed]
-        if self.monitor_url is not None:
-            addresses = []
-        client = Client(
-            config, servers=addresses, monitor=self.monitor_url, transport=self.transport
-        )
-        self._stack.enter_context(client)
-        client.wait_ready(self.layers, self.num_experts)
-        self._await_pairs(client)
-        return client
+        return self._opened(Client(config, **self._reached()))
+
+    def device_client(self, config: ClientConfig | None = None, **options: Any) -> DeviceClient:
+        """Return a client whose requests are kernels, or their twins: like ``client``.
+
+        Args:
+            config: Its options; by default those that the cluster has ``on_device``.
+            options: More of ``DeviceClient``: ``max_servers``, ``max_replicas``.
+
+        Raises:
+            ConfigError: There are no options.
+        """
+        config = config or self._on_device
+        if config is None:
+            raise ConfigError("device_client needs a config, or the cluster on_device=config")
+        return self._opened(DeviceClient(config, **self._reached(), **options))
 
     def kill(self, index: int) -> None:
         """End a server as SIGKILL would: what waits for it is not answered.
@@ -242,31 +149,64 @@ class LocalCluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _await_pairs(self, client: Client) -> None:
+    def _reached(self) -> dict[str, Any]:
+        """Return how a client reaches the live servers."""
+        addresses = [s.address for i, s in enumerate(self.servers) if i not in self._killed]
+        if self.monitor_url is not None:
+            addresses = []
+        return {
+            "servers": addresses,
+            "monitor": self.monitor_url,
+            "transport": self.transport,
+        }
+
+    def _opened(self, client: AnyClient) -> AnyClient:
         """Give all pairs time to open: a client is ready as soon as each expert has one holder."""
+        self._stack.enter_context(client)
+        client.wait_ready(self.layers, self.num_experts)
         deadline = time.monotonic() + PAIRS_S
         while client._connections.closed and time.monotonic() < deadline:
             time.sleep(0.001)
+        return client
 
-    def _server(self, index: int, holdings: Holdings) -> ExpertServer:
-        pool = ExpertPool(self.hidden_size, self.intermediate_size, storage=self._storage)
+    def _server(self, index: int, holdings: Holdings) -> ExpertServer | DeviceServer:
+        experts = self._no_experts()
 
         def load(pairs: Iterable[tuple[int, int]]) -> None:
-            pool.update({pair: self._weights[pair] for pair in pairs})
+            experts.update({pair: self._weights[pair] for pair in pairs})
 
         load(pairs_of(holdings))
         room = 0 if holdings else len(self._weights)
-        server = ExpertServer(
-            pool,
-            ServerConfig(name=f"server-{index}", room=room),
-            transport=self.transport,
-            monitor=self.monitor_url,
-            model=ModelInfo(
+        config = ServerConfig(name=f"server-{index}", room=room)
+        member: dict[str, Any] = {
+            "transport": self.transport,
+            "monitor": self.monitor_url,
+            "model": ModelInfo(
                 fingerprint="", layers=tuple(self.layers), num_experts=self.num_experts
             ),
-            load=load,
-        )
+            "load": load,
+        }
+        server: ExpertServer | DeviceServer
+        if isinstance(experts, ExpertSlab):
+            assert self._on_device is not None
+            server = DeviceServer(experts, PairSpec.of(self._on_device), config, **member)
+        else:
+            server = ExpertServer(experts, config, **member)
+            if self._plan is not None:
+                self._plan.attach(server, index)
         self._stack.enter_context(server)
-        if self._plan is not None:
-            self._plan.attach(server, index)
         return server.serve_in_background()
+
+    def _no_experts(self) -> ExpertPool | ExpertSlab:
+        """Return what a server holds before it has loaded anything."""
+        sizes = (self.hidden_size, self.intermediate_size)
+        if self._on_device is None:
+            return ExpertPool(*sizes, storage=self._storage)
+        return ExpertSlab(
+            *sizes,
+            slots=len(self._weights),
+            max_layers=max(self.layers) + 1,
+            max_experts=self.num_experts,
+            storage=self._storage,
+            device="cpu",
+        )
