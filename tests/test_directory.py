@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.served import LAYERS, D, E, K, batch, call, oracle, pool
+from tests.ops.processes import needs_x86
+from tests.served import LAYERS, WEIGHTS, D, E, K, batch, call, oracle, pool
 from torch_eaas.client import Client
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.config import ClientConfig, MonitorConfig, ServerConfig
+from torch_eaas.device.client import DeviceClient
 from torch_eaas.errors import ConfigError
 from torch_eaas.monitor.announcement import ModelInfo
 from torch_eaas.monitor.app import serve_in_background
@@ -110,3 +113,32 @@ def test_a_server_that_was_away_at_the_start_is_found_later() -> None:
         out = call(client, 1, x, ids, w)
         torch.testing.assert_close(out.double(), oracle(1, x, ids, w), rtol=1e-5, atol=1e-5)
         client.close()
+
+
+def host_client(config: ClientConfig, address: str) -> Client:
+    return Client(config, servers=[address])
+
+
+def device_client(config: ClientConfig, address: str) -> DeviceClient:
+    return DeviceClient(config, servers=[address])
+
+
+@needs_x86
+@pytest.mark.parametrize("make", [host_client, device_client])
+def test_without_a_monitor_experts_that_a_server_is_given_later_are_found_by_who_waits_for_them(
+    make: Callable[[ClientConfig, str], Client | DeviceClient],
+) -> None:
+    experts = pool([(1, e) for e in range(E - 1)])
+    config = ClientConfig(hidden_size=D, top_k=K, max_tokens=9)
+    with (
+        ExpertServer(experts).serve_in_background() as running,
+        make(config, running.address) as client,
+    ):
+        client.wait_ready([1], E - 1)
+        later = threading.Timer(0.3, experts.add, (1, E - 1, WEIGHTS[1, E - 1]))
+        later.start()
+        x, ids, w = batch(9)
+        ids[0, 0] = E - 1
+        out = client.combine(client.dispatch(1, x, ids, w, num_experts=E))
+        later.join()
+    torch.testing.assert_close(out.double(), oracle(1, x, ids, w), rtol=1e-5, atol=1e-5)

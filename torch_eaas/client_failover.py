@@ -192,6 +192,7 @@ class Failover:
                 ids_nK = share.piece.ids_nK
                 share.give_up_at = now + self.patience(call.layer, ids_nK[ids_nK >= 0])
             share.deadline = share.give_up_at
+            self._connections.wanted_until = share.deadline
 
     def _miss(self, call: Call, share: Share, now: float) -> None:
         """Give up what a share lacks; if that is wanted, go on with what others hold."""

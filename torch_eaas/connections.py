@@ -65,6 +65,8 @@ class Connections(Generic[C]):
         self.live: dict[str, C] = {}
         self.changes = 0
         self.placement_is_stale = False
+        self.wanted_until = 0.0
+        """Until when somebody waits for a holder of an expert, by this client's clock."""
         self.refusals: dict[str, str] = {}
         self._routes: dict[tuple[int, int], LayerRoutes] = {}
         self._routes_changes = -1

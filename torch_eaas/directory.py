@@ -72,15 +72,20 @@ class Directory:
         elif not self._agent.refresh(timedelta(seconds=CONTROL_TIMEOUT_S)):
             self._ask_for_placement(self._agent)
 
-    def tend(self) -> None:
-        """Ask again where something is known to be out of date."""
+    def tend(self, *, is_wanted: bool = False) -> None:
+        """Ask again where something is known to be out of date.
+
+        Args:
+            is_wanted: Whether somebody waits for a holder of an expert: without a monitor nobody
+                tells that a server holds more by now.
+        """
         if self._connections.placement_is_stale:
             self._connections.placement_is_stale = False
             self.refresh()
         if self._agent is not None or time.monotonic() - self._asked_at < REASK_S:
             return
         open_addresses = {conn.server.address for conn in self._connections.live.values()}
-        if any(address not in open_addresses for address in self._addresses):
+        if is_wanted or any(address not in open_addresses for address in self._addresses):
             self._ask_servers()
 
     def close(self) -> None:

@@ -86,6 +86,7 @@ class PairKeeper(Generic[C]):
             ExpertUnavailable: One has none when ``timeout`` is over; names it.
         """
         deadline = self._clock() + timeout.total_seconds()
+        self.connections.wanted_until = deadline
         while True:
             missing = self._missing(layers, num_experts)
             if missing is None:
@@ -96,7 +97,7 @@ class PairKeeper(Generic[C]):
 
     def maintain(self) -> None:
         """Open, re-open and close pairs now."""
-        self.directory.tend()
+        self.directory.tend(is_wanted=self._clock() < self.connections.wanted_until)
         self.connections.maintain(in_threads=self._background)
 
     def stop(self) -> bool:

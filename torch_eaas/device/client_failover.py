@@ -175,6 +175,7 @@ class Patience:
         if self._missing_since is None:
             self._missing_since = now
         deadline = self._missing_since + parts.config.recovery_timeout.total_seconds()
+        parts.connections.wanted_until = deadline
         while True:
             self._refresh()
             if parts.tables.is_held(layer, expert):
