@@ -20,10 +20,17 @@ class Captured(Generic[R]):
         device: Where it runs.
         warmups: How often it runs before it is captured, so that every kernel is loaded and every
             library has its workspace.
+        is_first: Whether its kernels go before others', as those of such a ``DeviceStream`` do: a
+            kernel of a graph has the priority of the stream on which it was captured.
     """
 
     def __init__(
-        self, work: Callable[[], R], *, device: torch.device | str, warmups: int = 1
+        self,
+        work: Callable[[], R],
+        *,
+        device: torch.device | str,
+        warmups: int = 1,
+        is_first: bool = False,
     ) -> None:
         self._work = work
         self._device = torch.device(device)
@@ -35,10 +42,12 @@ class Captured(Generic[R]):
                 self.outputs = work()
         if self._device.type == "cuda":
             self._graph = torch.cuda.CUDAGraph()
+            # torch's own is one for all threads, and on the GPU of the process's first capture
+            stream = torch.cuda.Stream(self._device, priority=-1 if is_first else 0)
             # other threads open and close pairs meanwhile, and that is none of the capture's
             with (
                 torch.cuda.device(self._device),
-                torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+                torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
             ):
                 self.outputs = work()
 

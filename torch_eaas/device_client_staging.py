@@ -30,7 +30,8 @@ class Staged:
         self._copied.synchronize()
         self._host.copy_(values)
         self.on_device.copy_(self._host, non_blocking=True)
-        self._copied.record()
+        # not the current stream, which is the current GPU's
+        self._copied.record(torch.cuda.current_stream(self.on_device.device))
 
 
 def _event() -> torch.cuda.Event:

@@ -199,7 +199,7 @@ class DeviceTables:
         passed: torch.cuda.Event | None = None
         if left and self._device.type == "cuda":
             passed = torch.cuda.Event()
-            passed.record()
+            passed.record(torch.cuda.current_stream(self._device))
         self._leaving += [(passed, conn) for conn in left]
         self._let_go()
 

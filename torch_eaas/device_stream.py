@@ -84,11 +84,17 @@ class DeviceStream:
 
     Args:
         device: A CPU or a GPU.
+        is_first: Whether its kernels go before those of other streams. It is then of another
+            priority, so torch hands it to nobody who asks for a usual stream: what spins on that
+            would otherwise keep this one's work from ever beginning.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_first: bool = False) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # torch deals out 32 of each priority, and then the same ones again
+            self._stream = torch.cuda.Stream(device, priority=-1 if is_first else 0)
 
     @contextmanager
     def current(self) -> Iterator[None]:
