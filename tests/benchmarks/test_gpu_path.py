@@ -224,3 +224,41 @@ def _named(name: str, error: Exception | None = None) -> Any:
 
     part.__name__ = name
     return part
+
+
+class Queue:
+    """A GPU's events and replays: notes how many replays were enqueued and not waited for."""
+
+    def __init__(self) -> None:
+        self.enqueued, self.ended, self.most = 0, 0, 0
+
+    def replay(self) -> None:
+        self.enqueued += 1
+        self.most = max(self.most, self.enqueued - self.ended)
+
+    def event(self, **_: Any) -> Queue.Event:
+        return Queue.Event(self)
+
+    class Event:
+        def __init__(self, queue: Queue) -> None:
+            self.queue, self.at = queue, 0
+
+        def record(self) -> None:
+            self.at = self.queue.enqueued
+
+        def synchronize(self) -> None:
+            self.queue.ended = max(self.queue.ended, self.at)
+
+        def elapsed_time(self, other: Queue.Event) -> float:
+            return 2000.0 * (other.at - self.at)
+
+
+def test_a_gpus_queue_never_gets_full_of_replays_and_never_runs_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = Queue()
+    monkeypatch.setattr(torch.cuda, "Event", queue.event)
+    times = latency._replay_seconds(queue.replay, 20, torch.device("cuda"))
+    assert times == [2.0] * 20
+    assert (queue.enqueued, queue.ended) == (20, 20)
+    assert queue.most == latency.AHEAD + 1
