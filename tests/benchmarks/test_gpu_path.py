@@ -16,10 +16,12 @@ from benchmarks import gpu_path
 from benchmarks import gpu_path_latency as latency
 from benchmarks.gpu_path import SMALL, Bench
 from benchmarks.gpu_path_checks import (
+    check_captures,
     check_fewer_tokens,
     check_joins,
     check_micro_batches,
     check_placements,
+    check_streams,
     check_tokens,
     in_one_process,
     wrong_tokens,
@@ -89,6 +91,29 @@ def test_two_micro_batches_are_under_way_in_one_graph() -> None:
     with in_one_process(QUICK, CPU, max_micro_batches=2) as ends:
         # three layers of each of the two, in each of two replays
         assert check_micro_batches(ends) == 2 * 2 * 3
+
+
+def test_streams_that_hold_up_their_server_are_told_from_others() -> None:
+    with in_one_process(QUICK, CPU) as ends:
+        assert check_streams(ends, 2) == 2
+        numbers = iter([0, 1])
+        ends.client.counters = lambda: {"failed_steps": next(numbers)}  # type: ignore[method-assign]
+        with pytest.raises(WrongResult, match="1 of 2 steps failed first: streams share a queue"):
+            check_streams(ends, 2)
+
+
+def test_steps_are_captured_while_windows_are_made_and_experts_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with in_one_process(QUICK, CPU) as ends:
+        assert check_captures(ends, 2) == 2
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("CUDA error: planned")
+
+        monkeypatch.setattr(ends.servers[0].experts, "add", fail)
+        with pytest.raises(RuntimeError, match="CUDA error: planned"):
+            check_captures(ends, 2)
 
 
 def test_a_server_comes_and_the_other_leaves_under_one_graph() -> None:
