@@ -1,4 +1,4 @@
-/* A stand-in for NVIDIA's driver library that notes what it is asked, for tests of cuda-bindings. */
+/* Stands for the driver library and notes what it is asked, for tests of cuda-bindings. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
