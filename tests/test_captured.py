@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_eaas import captured
+from tests.served_slabs import slab
+from torch_eaas import captured, expert_slab, slab_memory
 from torch_eaas.captured import Captured
 from torch_eaas.device_stream import DeviceStream
 
@@ -65,8 +66,25 @@ def test_a_capture_has_a_stream_of_its_own_on_its_device_and_of_its_priority(
     assert streams.captured_on == [(torch.device("cuda:1"), priority)]
 
 
-def test_a_slabs_stream_is_none_that_others_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_go_first_are_none_that_others_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     streams = Streams(monkeypatch)
     DeviceStream(torch.device("cuda:1"))
     DeviceStream(torch.device("cuda:1"), is_first=True)
     assert [priority for _, priority in streams.made] == [0, -1]
+
+
+def test_a_slab_is_read_and_loaded_on_streams_that_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+
+    def noted(device: torch.device, *, is_first: bool = False) -> DeviceStream:
+        asked.append(is_first)
+        return DeviceStream(device)
+
+    for module in (expert_slab, slab_memory):
+        monkeypatch.setattr(module, "DeviceStream", noted)
+    slab()
+    assert asked == [True, True]

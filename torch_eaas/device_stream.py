@@ -85,8 +85,8 @@ class DeviceStream:
     Args:
         device: A CPU or a GPU.
         is_first: Whether its kernels go before those of other streams. It is then of another
-            priority, so torch hands it to nobody who asks for a usual stream: what spins on that
-            would otherwise keep this one's work from ever beginning.
+            priority, so torch hands it to nobody who asks for a usual stream: what spins there
+            would keep this one's work from beginning, and what is captured there would take it in.
     """
 
     def __init__(self, device: torch.device, *, is_first: bool = False) -> None:
