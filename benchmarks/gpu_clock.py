@@ -57,7 +57,8 @@ def _captured(calls: Sequence[Call], device: torch.device) -> Call:
         return eager
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # threads of clients and servers that have ended may still let go of windows
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         eager()
     return graph.replay
 

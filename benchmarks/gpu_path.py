@@ -18,9 +18,11 @@ import torch
 
 from benchmarks import gpu_path_latency as latency
 from benchmarks.gpu_path_checks import (
+    check_captures_beside_changes,
     check_fewer_tokens,
     check_joins,
     check_placements,
+    check_streams,
     check_tokens,
     in_one_process,
 )
@@ -147,6 +149,7 @@ def _reason(error: EaasError) -> str:
 def _one_process(bench: Bench) -> None:
     with in_one_process(bench.scale.checked, bench.device) as ends:
         compared = check_tokens(ends) + check_fewer_tokens(ends)
+        compared += check_streams(ends) + check_captures_beside_changes(ends)
     with in_one_process(bench.scale.checked, bench.device, max_micro_batches=2) as ends:
         compared += check_eager_micro_batches(ends) + check_micro_batches(ends)
     with in_one_process(bench.scale.checked, bench.device, servers=2, combine="exact") as ends:

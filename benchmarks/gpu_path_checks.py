@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +42,11 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 TOKENS = (0, 1, 7, 64, 256)
 PATIENT = {"graph_wait": timedelta(seconds=5), "request_timeout": timedelta(seconds=60)}
 """No wait ends early because somebody else has the GPU, or the cores."""
+
+STREAMS = 40
+"""Torch has 32 of each priority and then deals out the same ones again."""
+CAPTURES = 20
+CHANGES_S = 60.0
 
 _NUMBERS = itertools.count()
 
@@ -167,6 +174,54 @@ def check_placements(ends: Ends, rounds: int) -> int:
         slab.update({key: ends.weights[key] for key in moved})
         _check_bits(f"round {number}, experts back", step.run(), first)
     return 2 * rounds + 1
+
+
+@torch.no_grad()
+def check_streams(ends: Ends, count: int = STREAMS) -> int:
+    """Run one step on more streams than torch has: on none may its waits hold up the server.
+
+    They spin. Were the server's work queued behind them, the step would fail before it is right.
+    """
+    given = ends.batch(min(7, ends.sizes.max_tokens), 5)
+    step = CapturedStep(ends.client, _call(ends.experts(0), given))
+    failed = ends.client.counters().get("failed_steps", 0)
+    for number in range(count):
+        with ExitStack() as stack:
+            if ends.device.type == "cuda":
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(ends.device)))
+            ends.check(f"stream {number}", 0, given, step.run())
+    failed = ends.client.counters().get("failed_steps", 0) - failed
+    if failed:
+        raise WrongResult(f"{failed} of {count} steps failed first: streams share a queue")
+    return count
+
+
+@torch.no_grad()
+def check_captures_beside_changes(ends: Ends, count: int = CAPTURES) -> int:
+    """Capture steps while another thread makes windows and loads experts, as it may at any time."""
+    given = ends.batch(min(7, ends.sizes.max_tokens), 6)
+    key, slab = (0, 0), ends.servers[0].experts
+    transport, is_over = transport_for(ends.device), threading.Event()
+
+    def change() -> int:
+        changes = 0
+        while not is_over.is_set():
+            transport.create_window(1 << 20).close()
+            slab.add(*key, ends.weights[key])
+            changes += 1
+        return changes
+
+    with ThreadPoolExecutor(1) as thread:
+        changing = thread.submit(change)
+        try:
+            for number in range(count):
+                step = CapturedStep(ends.client, _call(ends.experts(0), given))
+                ends.check(f"capture {number}", 0, given, step.run())
+        finally:
+            is_over.set()
+        if not changing.result(CHANGES_S):
+            raise WrongResult("nothing was changed while steps were captured")
+    return count
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ from benchmarks.harness import WrongResult
 from benchmarks.workers import Worker
 from torch_eaas.device.captured_step import CapturedStep
 from torch_eaas.device.expert_slab import ExpertSlab
+from torch_eaas.ops.pair_table import pair_row
+from torch_eaas.protocol.layout import PairSpec
 
 DEEP = Sizes(hidden=256, intermediate=128, num_experts=4, top_k=2, layers=60, max_tokens=64)
 QUICK_DEEP = Sizes(hidden=32, intermediate=16, num_experts=4, top_k=2, layers=5, max_tokens=8)
@@ -98,6 +100,18 @@ def start_server(
     """Start a server's process; its address is what it sends first."""
     given = (sizes, options, str(device), name, slab)
     return Worker(serve, given, cores=sorted(os.sched_getaffinity(0)))
+
+
+def serve_until_a_fault(pipe: Pipe, sizes: Sizes, device: str) -> None:
+    """Serve in the process's own thread, and let the device read where there is no memory."""
+    config, where = sizes.config(**PATIENT), torch.device(device)
+    transport = transport_for(where)
+    given = {"name": "faulty", "device": where, "transport": transport}
+    server = new_server(sizes, sizes.weights(), config, **given)  # type: ignore[arg-type]
+    nowhere = pair_row(PairSpec.of(config), requests=1 << 20, replies=1 << 20, instance=1, epoch=1)
+    server._path._iteration.tables.pairs_PC[0] = torch.tensor(nowhere)  # type: ignore[attr-defined]
+    pipe.send(server.address)
+    server.serve()
 
 
 @contextmanager

@@ -31,7 +31,9 @@ class Worker:
         context.set_forkserver_preload(["torch"])
         self.pipe, child = context.Pipe()
         self._process = context.Process(
-            target=_begin, args=(target, child, tuple(cores), tuple(args)), daemon=True
+            target=_begin,
+            args=(target, child, tuple(cores), dict(os.environ), tuple(args)),
+            daemon=True,
         )
         self._process.start()
         child.close()
@@ -73,7 +75,14 @@ class Worker:
 
 
 def _begin(
-    target: Target, pipe: Connection, allowed: tuple[int, ...], args: tuple[Any, ...]
+    target: Target,
+    pipe: Connection,
+    allowed: tuple[int, ...],
+    environment: dict[str, str],
+    args: tuple[Any, ...],
 ) -> None:
+    # what forks has that of the first worker's time
+    os.environ.clear()
+    os.environ.update(environment)
     os.sched_setaffinity(0, allowed)
     target(pipe, *args)

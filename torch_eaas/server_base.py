@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, Protocol, Self
@@ -213,15 +214,15 @@ class Server(Generic[P]):
         return self._drain.is_over(self._clock(), self._path.last_answer, is_alone=is_alone)
 
     def _leave(self) -> None:
-        try:
-            self._path.finish()
-        finally:
+        # all of it, in this order, also if the device has failed
+        with ExitStack() as stack:
+            agent, self._agent = self._agent, None
+            if agent is not None:
+                stack.callback(agent.close)
+            stack.callback(self._loading.close)
             # the clients see the endpoint close, so that they do not wait while the monitor is told
-            self._listener.close()
-        self._loading.close()
-        agent, self._agent = self._agent, None
-        if agent is not None:
-            agent.close()
+            stack.callback(self._listener.close)
+            stack.callback(self._path.finish)
 
     def _notify(self) -> None:
         agent = self._agent

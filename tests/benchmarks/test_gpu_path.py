@@ -16,9 +16,11 @@ from benchmarks import gpu_path
 from benchmarks import gpu_path_latency as latency
 from benchmarks.gpu_path import SMALL, Bench
 from benchmarks.gpu_path_checks import (
+    check_captures_beside_changes,
     check_fewer_tokens,
     check_joins,
     check_placements,
+    check_streams,
     check_tokens,
     in_one_process,
     wrong_tokens,
@@ -102,6 +104,29 @@ def test_two_micro_batches_make_a_layers_first_calls() -> None:
 
 def test_threads_capture_at_the_same_time() -> None:
     assert check_captures(CPU, 3) == 9
+
+
+def test_streams_that_hold_up_their_server_are_told_from_others() -> None:
+    with in_one_process(QUICK, CPU) as ends:
+        assert check_streams(ends, 2) == 2
+        numbers = iter([0, 1])
+        ends.client.counters = lambda: {"failed_steps": next(numbers)}  # type: ignore[method-assign]
+        with pytest.raises(WrongResult, match="1 of 2 steps failed first: streams share a queue"):
+            check_streams(ends, 2)
+
+
+def test_steps_are_captured_while_windows_are_made_and_experts_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with in_one_process(QUICK, CPU) as ends:
+        assert check_captures_beside_changes(ends, 2) == 2
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("CUDA error: planned")
+
+        monkeypatch.setattr(ends.servers[0].experts, "add", fail)
+        with pytest.raises(RuntimeError, match="CUDA error: planned"):
+            check_captures_beside_changes(ends, 2)
 
 
 def test_a_server_comes_and_the_other_leaves_under_one_graph() -> None:
@@ -237,3 +262,41 @@ def _named(name: str, error: Exception | None = None) -> Any:
 
     part.__name__ = name
     return part
+
+
+class Queue:
+    """A GPU's events and replays: notes how many replays were enqueued and not waited for."""
+
+    def __init__(self) -> None:
+        self.enqueued, self.ended, self.most = 0, 0, 0
+
+    def replay(self) -> None:
+        self.enqueued += 1
+        self.most = max(self.most, self.enqueued - self.ended)
+
+    def event(self, **_: Any) -> Queue.Event:
+        return Queue.Event(self)
+
+    class Event:
+        def __init__(self, queue: Queue) -> None:
+            self.queue, self.at = queue, 0
+
+        def record(self) -> None:
+            self.at = self.queue.enqueued
+
+        def synchronize(self) -> None:
+            self.queue.ended = max(self.queue.ended, self.at)
+
+        def elapsed_time(self, other: Queue.Event) -> float:
+            return 2000.0 * (other.at - self.at)
+
+
+def test_a_gpus_queue_never_gets_full_of_replays_and_never_runs_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = Queue()
+    monkeypatch.setattr(torch.cuda, "Event", queue.event)
+    times = latency._replay_seconds(queue.replay, 20, torch.device("cuda"))
+    assert times == [2.0] * 20
+    assert (queue.enqueued, queue.ended) == (20, 20)
+    assert queue.most == latency.AHEAD + 1

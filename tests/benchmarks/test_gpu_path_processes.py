@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmarks.gpu_path_processes import (
     check_kills,
     processes_with_mps,
 )
+from benchmarks.workers import Worker
 from tests.benchmarks.test_gpu_path import CPU, row, small_bench
 from torch_eaas.errors import PeerGone, TransportError
 
@@ -84,6 +86,20 @@ def test_two_pes_are_compared_or_left_out_with_their_reason(
     monkeypatch.setattr(gpu_path, "answers_between_pes", lambda *_: 17)
     gpu_path._nvshmem(bench)
     assert row(bench.report, "checked", "nvshmem")["results"] == 17
+
+
+def tell_directory(pipe: Connection) -> None:
+    """Send what CUDA would look at."""
+    pipe.send(os.environ.get(MPS_DIRECTORY))
+
+
+def test_processes_that_start_after_others_have_the_environment_of_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for directory in ("first", "second"):
+        monkeypatch.setenv(MPS_DIRECTORY, directory)
+        with Worker(tell_directory, (), cores=sorted(os.sched_getaffinity(0))) as worker:
+            assert worker.receive() == directory
 
 
 def test_mps_is_chosen_for_the_processes_that_are_started_meanwhile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from tests.conftest import FakeClock
 from tests.monitor.planned import wait_until
 from tests.served import WEIGHTS, D, I, K, batch, call, oracle
-from tests.served_slabs import T, client_of, server_of, slab
+from tests.served_slabs import SPEC, R, T, client_of, server_of, slab
+from torch_eaas import server_base
 from torch_eaas.client_pairs import Connection
 from torch_eaas.client_pieces import Piece
 from torch_eaas.config import ServerConfig
@@ -197,6 +199,17 @@ def test_what_comes_as_it_leaves_is_answered_draining() -> None:
     assert server.counters()["refused_draining"] == 2
 
 
+def test_more_than_one_iteration_takes_is_answered_draining_too() -> None:
+    spec = replace(SPEC, slots=R + 1)
+    with (
+        server_of(slab(), spec) as server,
+        client_of(server, max_micro_batches=R) as client,
+    ):
+        slots, conn = [send(client, 1) for _ in range(R + 1)], connection_of(client)
+        server.close()
+        assert [conn.header(slot).status for slot in slots] == [Status.DRAINING] * (R + 1)
+
+
 def test_metrics_tell_what_the_device_counted() -> None:
     with server_of(slab()).serve_in_background() as server, client_of(server) as client:
         right(client)
@@ -236,6 +249,28 @@ def test_a_batch_that_fails_ends_the_server_and_its_clients_see_that_at_once(
         with pytest.raises(RuntimeError, match="CUDA error: planned"):
             server.serve()
         assert link.closed
+
+
+def test_a_batch_that_fails_takes_the_server_off_the_monitor_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Agent:
+        is_away, closed = False, False
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def close(self) -> None:
+            Agent.closed = True
+
+    def fail(self: object) -> None:
+        raise RuntimeError("CUDA error: planned")
+
+    monkeypatch.setattr(server_base, "MonitorAgent", Agent)
+    with server_of(slab(), monitor="http://127.0.0.1:1") as server:
+        monkeypatch.setattr(Captured, "replay", fail)
+        with pytest.raises(RuntimeError, match="CUDA error: planned"):
+            server.serve()
+    assert Agent.closed
 
 
 def test_a_slab_outlives_its_server() -> None:

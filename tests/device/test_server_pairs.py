@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +13,14 @@ import torch
 
 from tests.served_slabs import SPEC, server_of, slab
 from torch_eaas.comm.window import local_window
+from torch_eaas.config import Combine, Storage
 from torch_eaas.device.server_iteration import DeviceIteration, IterationSizes
 from torch_eaas.device.server_pairs import DevicePair, PairRows
 from torch_eaas.device.stream import DeviceStream, Mark
+from torch_eaas.errors import ConfigError
 from torch_eaas.ops.pair_table import Column, ServerTables
 from torch_eaas.ops.put_table import PutColumn
+from torch_eaas.protocol.layout import PairSpec
 
 
 class PlannedMark(Mark):
@@ -109,3 +114,29 @@ def test_in_exact_mode_the_tile_does_not_depend_on_the_slab(slots: int, rows: in
 def test_a_server_fits_the_slots_that_one_block_can_scan() -> None:
     with server_of(slab(), max_pairs=4096) as server:
         assert server.step() == 0
+
+
+R1 = PairSpec(hidden_size=7168, top_k=8, slots=4, max_tokens=128)
+
+
+@pytest.mark.parametrize(
+    ("combine", "storage", "mib"),
+    [("partial", "bf16", 560), ("exact", "bf16", 2128), ("partial", "fp32", 448)],
+)
+def test_a_batch_that_no_gpu_memory_is_left_for_is_refused_with_its_size(
+    combine: Combine, storage: Storage, mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(R1, combine=combine)
+    sizes = IterationSizes(spec=spec, max_pairs=64, max_rows=2048, max_requests=64)
+    assert sizes.batch_bytes(storage) == mib << 20
+    gpu: Any = SimpleNamespace(device=torch.device("cuda", 0), storage=storage)
+    # of what is left, torch keeps some for whoever asks
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((mib - 9) << 20, 141 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2 << 20)
+    message = (
+        rf"64 requests of 128 tokens needs {mib / 1024:.1f} GiB beside the slab, and cuda:0 has "
+        r".* GiB free; lower max_tokens or max_requests"
+    )
+    with pytest.raises(ConfigError, match=message):
+        DeviceIteration(gpu, sizes)

@@ -139,7 +139,7 @@ def test_on_a_cpu_there_is_nothing_to_wait_for() -> None:
 
 
 def test_a_server_runs_on_no_stream_that_torch_hands_to_models(cuda: Cuda) -> None:
-    stream = DeviceStream(GPU)._stream
+    stream = DeviceStream(GPU, is_first=True)._stream
     assert stream is not None
     assert (stream.device, stream.priority) == (GPU, -1)
 

@@ -5,6 +5,8 @@ They run without MPS: it ends all of its clients together when one is killed.
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,9 +14,11 @@ import torch
 
 from benchmarks.gpu_path import PROFILED
 from benchmarks.gpu_path_checks import (
+    check_captures_beside_changes,
     check_fewer_tokens,
     check_joins,
     check_placements,
+    check_streams,
     check_tokens,
     in_one_process,
 )
@@ -26,10 +30,17 @@ from benchmarks.gpu_path_lanes import (
 )
 from benchmarks.gpu_path_latency import wires
 from benchmarks.gpu_path_nvshmem import answers_between_pes
-from benchmarks.gpu_path_processes import DEEP, check_kills, in_processes
+from benchmarks.gpu_path_processes import (
+    DEEP,
+    STARTS_S,
+    check_kills,
+    in_processes,
+    serve_until_a_fault,
+)
 from benchmarks.gpu_waits import calls_of, waits_in
+from benchmarks.workers import Worker
 from torch_eaas.device.captured_step import CapturedStep, check_repeatable
-from torch_eaas.errors import TransportError
+from torch_eaas.errors import PeerGone, TransportError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,6 +69,26 @@ def test_one_graph_is_replayed_while_experts_move() -> None:
     with in_one_process(SIZES, GPU, servers=2, combine="exact") as ends:
         check_placements(ends, 10)
         assert ends.client.counters()["failed_steps"] > 0
+
+
+def test_no_stream_of_a_client_holds_up_a_server_of_its_process() -> None:
+    with in_one_process(SIZES, GPU) as ends:
+        assert check_streams(ends) > 32
+
+
+def test_steps_are_captured_while_other_threads_make_windows_and_load_experts() -> None:
+    with in_one_process(SIZES, GPU) as ends:
+        assert check_captures_beside_changes(ends) > 0
+
+
+def test_a_fault_of_the_device_ends_its_server_at_once_and_not_well() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    with Worker(serve_until_a_fault, (SIZES, str(GPU)), cores=cores) as worker:
+        worker.receive(STARTS_S)
+        began = time.monotonic()
+        with pytest.raises(PeerGone, match=r"ended with (?!0$|None)"):
+            worker.receive(60)
+        assert time.monotonic() - began < 20
 
 
 def test_two_micro_batches_on_forked_streams_are_one_graph() -> None:

@@ -23,23 +23,31 @@ class Captured(Generic[R]):
         device: Where it runs.
         warmups: How often it runs before it is captured, so that every kernel is loaded and every
             library has its workspace.
+        is_first: Whether its kernels go before others', as those of such a ``DeviceStream`` do: a
+            kernel of a graph has the priority of the stream on which it was captured.
     """
 
     def __init__(
-        self, work: Callable[[], R], *, device: torch.device | str, warmups: int = 1
+        self,
+        work: Callable[[], R],
+        *,
+        device: torch.device | str,
+        warmups: int = 1,
+        is_first: bool = False,
     ) -> None:
         self._work = work
         self._device = torch.device(device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self.outputs: R
         """What ``work`` returned; on a CPU, the last time that it ran."""
-        with side_stream(self._device) as stream:
+        with side_stream(self._device):
             for _ in range(warmups):
                 self.outputs = work()
-        if stream is not None:
+        if self._device.type == "cuda":
             self._graph = torch.cuda.CUDAGraph()
-            # other threads open and close pairs meanwhile, and that is none of the capture's. The
-            # stream is its own: torch's is one for all threads, on the GPU that was first captured
+            # torch's own is one for all threads, and on the GPU of the process's first capture
+            stream = torch.cuda.Stream(self._device, priority=-1 if is_first else 0)
+            # other threads open and close pairs meanwhile, and that is none of the capture's
             with (
                 undisturbed(),
                 _no_collection(),
@@ -69,14 +77,14 @@ def _no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+def side_stream(device: torch.device) -> Iterator[None]:
     """Run on a stream of its own, as what comes before a capture must; nothing on a CPU."""
     if device.type != "cuda":
-        yield None
+        yield
         return
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            yield stream
+            yield
         torch.cuda.current_stream().wait_stream(stream)

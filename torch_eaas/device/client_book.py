@@ -49,6 +49,9 @@ class CallBook:
         self._tickets: Tickets[DeviceCall] = Tickets()
         self._chosen = _Chosen()
         self._in_step = False
+        if device.type == "cuda":
+            # a client's tensors are there before steps use them, on whatever stream
+            torch.cuda.current_stream(device).synchronize()
 
     @contextmanager
     def micro_batch(self, index: int) -> Iterator[None]:

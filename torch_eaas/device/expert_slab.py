@@ -70,7 +70,8 @@ class ExpertSlab:
         self.device = check_device(device)
         if storage == "fp8" and self.device.type == "cuda":
             check_multiplies_fp8(self.device)
-        self.stream = DeviceStream(self.device)
+        # clients of this process, and what else computes here, may spin on their streams
+        self.stream = DeviceStream(self.device, is_first=True)
         """Where weights and table are read."""
         self._memory = SlabMemory(hidden_size, intermediate_size, slots, storage, self.device)
         table_LE = torch.full((max_layers, max_experts), -1, dtype=torch.int32)

@@ -9,15 +9,18 @@ D hidden, d FP8 scales of a token, N packed rows.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torch_eaas.config import check_at_least
+from torch_eaas.config import Storage, check_at_least
 from torch_eaas.device.expert_slab import ExpertSlab
 from torch_eaas.device.puts import Puts
 from torch_eaas.device.stream import Mirror
+from torch_eaas.errors import ConfigError
+from torch_eaas.experts import STORAGE_DTYPES
 from torch_eaas.ops.answer_counts import NUM_COUNTERS, count_answers
 from torch_eaas.ops.clock import read_clock
 from torch_eaas.ops.combining import combine_rows
@@ -29,8 +32,10 @@ from torch_eaas.ops.read_hidden import read_hidden
 from torch_eaas.ops.read_requests import Requests, read_requests
 from torch_eaas.ops.slot_scan import check_scanned, scan_slots
 from torch_eaas.ops.write_replies import Answers, refusal_texts, write_replies
-from torch_eaas.protocol.layout import PairSpec
+from torch_eaas.protocol.layout import DTYPE_BYTES, PairSpec
 from torch_eaas.row_views import TORCH_DTYPES
+
+logger = logging.getLogger(__name__)
 
 EXACT_BLOCK_ROWS = 16
 """In ``exact`` mode all servers choose the same tile: its width is what a row's bits depend on."""
@@ -72,6 +77,24 @@ class IterationSizes:
         """Most packed rows of one batch."""
         return max(self.max_rows, self.spec.max_tokens * self.spec.top_k)
 
+    def batch_bytes(self, storage: Storage) -> int:
+        """Return what hidden states and answers of the largest batch take; all else is small.
+
+        Args:
+            storage: How weights are kept, and tokens where they travel otherwise.
+
+        Example:
+            DeepSeek-R1's 64 requests of 128 tokens, fp32 both ways, with bf16 weights: 560 MiB; in
+            `exact` mode, where 8 rows answer a token, 2128 MiB.
+        """
+        spec, kept = self.spec, STORAGE_DTYPES[storage]
+        a_number = (
+            DTYPE_BYTES[spec.wire_dtype] + spec.rows_per_token * DTYPE_BYTES[spec.reply_dtype]
+        )
+        if TORCH_DTYPES[spec.wire_dtype] != kept:
+            a_number += kept.itemsize
+        return self.max_requests * spec.max_tokens * spec.hidden_size * a_number
+
 
 class DeviceIteration:
     """The launches and every tensor that they share.
@@ -80,10 +103,14 @@ class DeviceIteration:
         slab: The experts.
         sizes: What is captured.
         puts: The stage that sends what was staged, where stores do not reach clients.
+
+    Raises:
+        ConfigError: The GPU has too little memory for the largest batch.
     """
 
     def __init__(self, slab: ExpertSlab, sizes: IterationSizes, puts: Puts | None = None) -> None:
         spec, device = sizes.spec, slab.device
+        _check_memory(sizes, slab)
         self._slab = slab
         self._sizes = sizes
         self.tables = ServerTables.empty(sizes.max_pairs, spec.slots, device)
@@ -197,6 +224,23 @@ class DeviceIteration:
             out_dtype=TORCH_DTYPES[spec.reply_dtype],
         )
         return out.view(-1, spec.hidden_size)
+
+
+def _check_memory(sizes: IterationSizes, slab: ExpertSlab) -> None:
+    if slab.device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(slab.device)
+    # what torch keeps for others to take
+    free += torch.cuda.memory_reserved(slab.device) - torch.cuda.memory_allocated(slab.device)
+    needed = sizes.batch_bytes(slab.storage)
+    room = f"{sizes.max_requests} requests of {sizes.spec.max_tokens} tokens"
+    if needed > free:
+        raise ConfigError(
+            f"a batch of {room} needs {needed / 2**30:.1f} GiB beside the slab, and {slab.device} "
+            f"has {free / 2**30:.1f} GiB free; lower max_tokens or max_requests, or take fewer "
+            f"slots of experts"
+        )
+    logger.info("room for a batch of %s: %.1f MiB", room, needed / 2**20)
 
 
 def _zeros(device: torch.device, dtype: torch.dtype) -> Tensor:

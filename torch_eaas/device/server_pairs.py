@@ -72,9 +72,12 @@ class PairRows:
     def __init__(self, tables: ServerTables, puts_PQ: Tensor, stream: DeviceStream) -> None:
         self._tables = tables
         self._stream = stream
+        # first, for a mirror waits for what was enqueued here on another stream
+        self._now = torch.zeros_like(tables.turn)
+        # as for a new pair: CUDA loads a kernel with its first launch, and may wait for others then
+        tables.book_3PS[:, 0].zero_()
         self._table = Mirror(tables.pairs_PC, stream)
         self._puts = Mirror(puts_PQ, stream)
-        self._now = torch.zeros_like(tables.turn)
         self._given_up: list[tuple[DevicePair, Mark]] = []
         self.rows: dict[int, DevicePair] = {}
         """The pairs on the device, by row."""

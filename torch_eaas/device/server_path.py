@@ -60,7 +60,7 @@ class DevicePath(DataPath[DevicePair]):
         self._clock = clock
         self._puts = Puts(transport, slab.device)
         self._iteration = DeviceIteration(slab, sizes, self._puts)
-        self._captured = Captured(self._iteration.run, device=slab.device)
+        self._captured = Captured(self._iteration.run, device=slab.device, is_first=True)
         self._on_gpu = slab.device.type == "cuda"
         self._rows = PairRows(self._iteration.tables, self._iteration.puts_PQ, self._stream)
         # what was made on other streams is there before the first replay
@@ -121,12 +121,15 @@ class DevicePath(DataPath[DevicePair]):
     def finish(self) -> None:
         self._iteration.draining.wanted = torch.ones(1, dtype=torch.int32)
         for _ in range(self._max_requests):
-            self.step()
-            with self._enqueuing, self._stream.current():
-                self._device_counters.ask()
-                mark = self._stream.mark()
-            mark.wait(SETTLE_S)
-            if not self._hear():
+            answered = self.step()
+            # a copy of the counters that was under way may be older than this iteration
+            for _ in range(2):
+                with self._enqueuing, self._stream.current():
+                    self._device_counters.ask()
+                    mark = self._stream.mark()
+                mark.wait(SETTLE_S)
+                answered += self._hear()
+            if not answered:
                 break
         self._slab.detach()
 

@@ -66,8 +66,9 @@ class SlabMemory:
         """``(S, 2 P, D)``."""
         self.down = self._slots(slots, hidden_size, padded)
         """``(S, D, P)``."""
-        # beside the serving stream: nothing waits for a load
-        self._stream = DeviceStream(device)
+        # beside the serving stream: nothing waits for a load. Of its kind, for a usual one could be
+        # the stream on which another thread captures, and loads would become part of that graph
+        self._stream = DeviceStream(device, is_first=True)
         largest = hidden_size * padded * self._dtype.itemsize
         is_cuda = device.type == "cuda"
         self._staging = torch.empty(

@@ -110,13 +110,17 @@ class DeviceStream:
 
     Args:
         device: A CPU or a GPU.
+        is_first: Whether its kernels go before those of other streams. It is then of another
+            priority, so torch hands it to nobody who asks for a usual stream: what spins there
+            would keep this one's work from beginning, and what is captured there would take it in.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_first: bool = False) -> None:
         self.device = device
-        # of the other pool: torch hands out 32 of each in turn, and a client of this process whose
-        # stream is its server's would wait in it for an answer that comes behind
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # torch deals out 32 of each priority, and then the same ones again
+            self._stream = torch.cuda.Stream(device, priority=-1 if is_first else 0)
 
     @contextmanager
     def current(self) -> Iterator[None]:
