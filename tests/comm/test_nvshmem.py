@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.comm.fake_nvshmem import FakeNvshmem, make_wheel
+from torch_eaas.access import OPEN, Access
 from torch_eaas.comm import nvshmem_checks
 from torch_eaas.comm.auto import choose_transport
 from torch_eaas.comm.loopback import LoopbackTransport
@@ -80,15 +81,16 @@ class Server(Handler):
 class Ends:
     """A client on PE 2 and a server on PE 1, with a control connection between them."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, address: str = "", access: Access = OPEN) -> None:
         self.client, client = start(2, "client")
         self.server, server = start(1, "server")
         self.fakes = client, server
         self._near = NvshmemTransport(self.client)
         self.handler = Server(NvshmemTransport(self.server))
-        listener = NvshmemTransport(self.server).listen("", self.handler)
+        listener = NvshmemTransport(self.server).listen(address, self.handler, access)
         stack.callback(listener.close)
-        self._link = self._near.dial(listener.address, TIMEOUT_S)
+        own = Access(token=access.token, tls_authority=access.tls_certificate)
+        self._link = self._near.dial(listener.address, TIMEOUT_S, own)
         stack.callback(self._link.close)
 
     def handshake(self) -> tuple[Window, Window, Far | None]:
@@ -99,10 +101,12 @@ class Ends:
         return own, peers, far
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
+@pytest.fixture(params=["", "tcp://127.0.0.1:0", "tls://127.0.0.1:0"], ids=["unix", "TCP", "TLS"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    is_tls = request.param.startswith("tls")
+    access = request.getfixturevalue("certified") if is_tls else OPEN
     with ExitStack() as stack:
-        yield Ends(stack)
+        yield Ends(stack, request.param, access)
 
 
 # -- the start ---------------------------------------------------------------------------------

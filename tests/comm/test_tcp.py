@@ -29,6 +29,7 @@ from torch_eaas.comm.socket_transport import SocketTransport
 from torch_eaas.comm.tcp_sockets import host_and_port
 from torch_eaas.comm.transport import Link, Listener, Transport
 from torch_eaas.errors import (
+    AccessDenied,
     HandshakeRefused,
     PeerGone,
     PeerTimeout,
@@ -165,7 +166,7 @@ class TestTls(TransportContract):
     ) -> None:
         other, _ = make_certificate(tmp_path, "other")
         for authority in (None, other):
-            with pytest.raises(PeerGone, match=r"verify failed.*; --tls-authority names what"):
+            with pytest.raises(AccessDenied, match=r"told no token: .*verify failed.*; --tls-auth"):
                 SocketTransport.dial(
                     server,  # type: ignore[arg-type]  # its own dial gives the right authority
                     listener.address,
@@ -176,7 +177,7 @@ class TestTls(TransportContract):
     def test_a_certificate_of_another_name_is_not_told_the_token(
         self, client: Transport, listener: Listener
     ) -> None:
-        with pytest.raises(PeerGone, match=r"verify failed.*not valid for 'localhost'"):
+        with pytest.raises(AccessDenied, match=r"verify failed.*not valid for 'localhost'"):
             client.dial(listener.address.replace("127.0.0.1", "localhost"), TIMEOUT_S)
 
     def test_a_plain_caller_and_one_that_says_nothing_hold_up_nobody(

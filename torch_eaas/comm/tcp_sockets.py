@@ -19,7 +19,7 @@ from torch_eaas.access import Access, check_reach
 from torch_eaas.comm.door import Door
 from torch_eaas.comm.frames import FRAME_TIMEOUT_S
 from torch_eaas.comm.tls import client_context, server_context
-from torch_eaas.errors import ConfigError, PeerGone
+from torch_eaas.errors import AccessDenied, ConfigError, PeerGone
 
 TCP, TLS = "tcp://", "tls://"
 
@@ -59,7 +59,8 @@ def connect_tcp(address: str, timeout: float, access: Access) -> socket.socket:
 
     Raises:
         ConfigError: The address is none, or nothing would be verified though there is an authority.
-        PeerGone: Nobody answers there, or another than the address names.
+        AccessDenied: Another answers than the address names, and is told nothing.
+        PeerGone: Nobody answers there.
     """
     host, port = host_and_port(address)
     context = _verifier(address, access)
@@ -76,15 +77,16 @@ def connect_tcp(address: str, timeout: float, access: Access) -> socket.socket:
                 return _call(sock, where, deadline, context, host)
             except OSError as error:
                 sock.close()
+                if isinstance(error, ssl.SSLCertVerificationError):
+                    raise AccessDenied(
+                        f"{address}: is told no token: {error}; --tls-authority, in Python "
+                        f"tls_authority, names what verifies it"
+                    ) from error
                 fault = error
-                if isinstance(error, ssl.SSLError):
-                    # somebody answered: what the name's other addresses say would hide it
-                    break
     except (OSError, UnicodeError) as error:
         # a name may be none that can be looked up
         fault = error
-    hint = "; --tls-authority names what verifies it" if "CERTIF" in str(fault) else ""
-    raise PeerGone(f"nobody answers at {address}: {fault or 'no time left'}{hint}") from fault
+    raise PeerGone(f"nobody answers at {address}: {fault or 'no time left'}") from fault
 
 
 def _call(
