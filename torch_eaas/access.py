@@ -72,14 +72,15 @@ OPEN = Access()
 """Nobody is asked for a token; for one machine whose users trust each other."""
 
 
-def check_reach(access: Access, address: str, who: str, where: str) -> None:
+def check_reach(access: Access, address: str, *, who: str, told: str, option: str) -> None:
     """Refuse to let other machines ask without a token; warn if they could read it.
 
     Args:
         access: What callers must show.
         address: The number of the address that is to be bound.
         who: Who listens, for the messages.
-        where: What it was told to listen on, and how.
+        told: What it was told to listen on.
+        option: By which option, on the command line.
 
     Raises:
         ConfigError: Others reach the address, and there is no token.
@@ -88,15 +89,15 @@ def check_reach(access: Access, address: str, who: str, where: str) -> None:
         return
     if not access.token:
         raise ConfigError(
-            f"{who} would listen on {where}, which other machines reach, without a token: give one "
-            f"by --token-file or TORCH_EAAS_TOKEN, in Python by access=Access(token=...), or bind "
-            f"127.0.0.1"
+            f"{who} would listen on {told} ({option}), which other machines reach, without a "
+            f"token: give one by --token-file or TORCH_EAAS_TOKEN, in Python by "
+            f"access=Access(token=...), or bind 127.0.0.1"
         )
     if access.tls_certificate is None:
         logger.warning(
             "%s listens on %s without TLS: who can read this network can read the token; give "
             "--tls-certificate and --tls-key, in Python tls_certificate and tls_key",
-            *(who, where),
+            *(who, told),
         )
 
 

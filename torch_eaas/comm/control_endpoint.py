@@ -105,11 +105,13 @@ class ControlEndpoint(Listener):
                     logger.warning("control endpoint %s: accept failed: %s", self._address, error)
                     time.sleep(0.1)
                 continue
+            if len(self._connections) >= MAX_CONNECTIONS:
+                connection.close()
+                continue
             try:
-                if len(self._connections) >= MAX_CONNECTIONS:
-                    raise PeerGone(f"there are {MAX_CONNECTIONS} connections already")
                 connection = self._door.take(connection)
-            except (OSError, PeerGone):
+            except OSError:
+                # it has ended already
                 connection.close()
                 continue
             peer += 1
@@ -123,12 +125,11 @@ class ControlEndpoint(Listener):
             thread.start()
 
     def _serve(self, peer: int, connection: socket.socket) -> None:
+        is_in = False
         try:
             self._door.greet(connection)
-            try:
-                self._answer_all(peer, connection)
-            finally:
-                self._handler.gone(peer)
+            is_in = True
+            self._answer_all(peer, connection)
         except (PeerGone, PeerTimeout) as error:
             logger.debug("control connection %d of %s: %s", peer, self._address, error)
         except TransportError as error:
@@ -136,9 +137,12 @@ class ControlEndpoint(Listener):
             level = logging.WARNING if self._door.is_local else logging.DEBUG
             logger.log(level, "control connection %d of %s: %s", peer, self._address, error)
         finally:
-            connection.close()
             with self._lock:
                 self._connections.pop(peer, None)
+            connection.close()
+            if is_in:
+                self._handler.gone(peer)
+            with self._lock:
                 self._threads.pop(peer, None)
 
     def _answer_all(self, peer: int, connection: socket.socket) -> None:

@@ -176,7 +176,7 @@ def _bind(address: str, host: str, port: int, access: Access) -> socket.socket:
                 f"{address} names no host that clients could call: give the name or address by "
                 f"which they know this machine, {TCP}HOST:{port}"
             )
-        check_reach(access, number, "the server", f"{address} (--address)")
+        check_reach(access, number, who="the server", told=address, option="--address")
         sock = socket.socket(family, kind, protocol)
         try:
             # where a server has ended lately its port is free all the same

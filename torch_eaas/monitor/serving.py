@@ -32,7 +32,7 @@ def open_socket(config: MonitorConfig) -> socket.socket:
         (family, _, _, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        check_reach(config.access, str(address[0]), "the monitor", f"{host} (--host)")
+        check_reach(config.access, str(address[0]), who="the monitor", told=host, option="--host")
         # asyncio sets TCP_NODELAY only where the socket says that it is TCP; without it each
         # answer waits 40 ms for a delayed acknowledgement
         sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
