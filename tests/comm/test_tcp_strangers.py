@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 
 from tests.comm.fake_cuda import fake_transport
 from tests.comm.numbered_windows import ANY_PORT, NumberedWindows, dial_by_hand
-from tests.comm.test_fuzz import BYTES
 from tests.comm.test_shared_memory import needs_x86
 from tests.comm.transport_contract import (
     TIMEOUT_S,
@@ -24,10 +22,9 @@ from tests.comm.transport_contract import (
     PlannedHandler,
     eventually,
 )
-from tests.comm.unix_contract import num_fds
 from torch_eaas.access import OPEN, Access
 from torch_eaas.comm import control_endpoint, tcp_sockets
-from torch_eaas.comm.frames import receive_frame, send_frame
+from torch_eaas.comm.frames import send_frame
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
 from torch_eaas.comm.socket_transport import SocketTransport
@@ -281,41 +278,3 @@ def test_a_peer_that_reads_little_over_tls_gets_no_time_of_its_own_for_each_part
         stop.set()
     thread.join(TIMEOUT_S)
     door.close()
-
-
-@pytest.mark.parametrize("secure", [False, True], ids=["plain", "TLS"])
-@pytest.mark.parametrize("with_token", [False, True], ids=["a stranger", "a friend"])
-def test_a_server_outlives_whatever_a_connection_brings(
-    secure: bool, with_token: bool, certified: Access, trusting: Access
-) -> None:
-    transport = SocketTransport(NumberedWindows())
-    handler = PlannedHandler(transport)
-    handler.access = WITH_TOKEN
-    listener = transport.listen(ANY_PORT, handler, certified if secure else WITH_TOKEN)
-    friend = trusting if secure else WITH_TOKEN
-    before = num_fds()
-
-    def open_one() -> socket.socket:
-        if with_token:
-            connection = tcp_sockets.connect_tcp(listener.address, TIMEOUT_S, friend)
-            send_frame(connection, {"token": TOKEN, "verb": "echo"})
-            receive_frame(connection, TIMEOUT_S)
-            return connection
-        return dial_by_hand(listener.address)
-
-    @settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
-    @given(data=BYTES)
-    def bring(data: bytes) -> None:
-        with open_one() as connection, contextlib.suppress(OSError):
-            connection.sendall(data)
-            socket.socket.shutdown(connection, socket.SHUT_WR)
-            while connection.recv(1 << 16):
-                pass
-        link = transport.dial(listener.address, TIMEOUT_S, friend)
-        assert link.call("echo", {"n": 1}, timeout=TIMEOUT_S)[0]["echo"] == {"n": 1}
-        link.close()
-
-    bring()
-    assert eventually(lambda: num_fds() <= before)
-    listener.close()
-    assert handler.came == {}

@@ -126,10 +126,11 @@ class ControlEndpoint(Listener):
 
     def _serve(self, peer: int, connection: socket.socket) -> None:
         is_in = False
+        known_by = time.monotonic() + FRAME_TIMEOUT_S
         try:
             self._door.greet(connection)
             is_in = True
-            self._answer_all(peer, connection)
+            self._answer_all(peer, connection, known_by)
         except (PeerGone, PeerTimeout) as error:
             logger.debug("control connection %d of %s: %s", peer, self._address, error)
         except TransportError as error:
@@ -145,11 +146,10 @@ class ControlEndpoint(Listener):
             with self._lock:
                 self._threads.pop(peer, None)
 
-    def _answer_all(self, peer: int, connection: socket.socket) -> None:
+    def _answer_all(self, peer: int, connection: socket.socket, known_by: float) -> None:
         is_known = self._door.is_local
-        deadline = time.monotonic() + FRAME_TIMEOUT_S
         while not self._closed:
-            timeout = None if is_known else max(0.0, deadline - time.monotonic())
+            timeout = None if is_known else max(0.0, known_by - time.monotonic())
             max_bytes = MAX_FRAME_BYTES if is_known else STRANGER_BYTES
             body, fds = receive_frame(connection, timeout, max_bytes)
             connection.settimeout(SEND_TIMEOUT_S)
