@@ -188,7 +188,7 @@ def guarded(transport: Transport, handler: PlannedHandler) -> Iterator[Listener]
 def test_who_has_not_shown_the_token_in_time_is_put_out_and_who_has_may_idle(
     guarded: Listener, transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_endpoint, "FRAME_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(control_endpoint, "FRAME_TIMEOUT_S", 0.6)
     friend = transport.dial(guarded.address, TIMEOUT_S, WITH_TOKEN)
     friend.call("echo", {}, timeout=TIMEOUT_S)
     began = time.monotonic()
@@ -200,7 +200,7 @@ def test_who_has_not_shown_the_token_in_time_is_put_out_and_who_has_may_idle(
             insisting.call("echo", {}, timeout=TIMEOUT_S)
         time.sleep(0.02)
     assert eventually(lambda: silent.closed)
-    assert 0.2 <= time.monotonic() - began < 2
+    assert 0.5 <= time.monotonic() - began < 3
     assert friend.call("echo", {"n": 1}, timeout=TIMEOUT_S)[0]["echo"] == {"n": 1}
     for link in (friend, silent, insisting):
         link.close()
@@ -251,7 +251,7 @@ def test_dialling_who_never_speaks_tls_has_a_deadline(trusting: Access) -> None:
         began = time.monotonic()
         with pytest.raises(PeerGone, match=f"nobody answers at {address}: .*timed out"):
             tcp_sockets.connect_tcp(address, 0.2, trusting)
-        assert 0.2 <= time.monotonic() - began < 2
+        assert 0.2 <= time.monotonic() - began < 3
 
 
 def test_a_peer_that_reads_little_over_tls_gets_no_time_of_its_own_for_each_part(
