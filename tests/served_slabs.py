@@ -48,7 +48,8 @@ def server_of(
     experts: ExpertSlab, spec: PairSpec = SPEC, *, transport: Transport | None = None, **more: Any
 ) -> DeviceServer:
     """Return a server for few small requests; it serves when it is stepped."""
-    names = {"name", "max_pairs", "max_rows", "room", "fingerprint", "drain_timeout"} & set(more)
+    names = {"name", "max_pairs", "max_rows", "room", "fingerprint", "drain_timeout"}
+    names = (names | {"address", "access"}) & set(more)
     options: dict[str, Any] = {"name": "device", "max_pairs": 3}
     options |= {name: more.pop(name) for name in names}
     return DeviceServer(

@@ -101,7 +101,7 @@ def test_a_server_answers_no_verb_without_its_token(verb: str, token: str) -> No
     transport = LoopbackTransport()
     server = ExpertServer(pool(), ServerConfig(name="s", access=ACCESS), transport=transport)
     made: list[int] = []
-    link = transport.dial(server.address, 1, token)
+    link = transport.dial(server.address, 1, Access(token=token))
     window = transport.create_window(128)
     transport.create_window = made.append  # type: ignore[method-assign,assignment]  # none is made
     with pytest.raises(AccessDenied, match="token is missing or wrong; give this cluster's by"):

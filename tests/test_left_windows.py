@@ -24,6 +24,9 @@ class Pair:
         self.pair = SimpleNamespace(open_epoch=0)
         self.epoch = epoch
         self.was_cut = False
+        self.is_bound = False
+        self.num_in_use = 0
+        self.server = SimpleNamespace(instance=7)
 
 
 def left(*pairs: Pair) -> LeftWindows:
@@ -45,6 +48,18 @@ def test_a_window_goes_once_its_server_has_ended() -> None:
     pair.link.closed = True
     assert windows.forget_harmless() == [pair.link]
     assert len(windows) == 1
+
+
+def test_memory_in_use_here_holds_up_the_next_pair_though_the_link_was_cut() -> None:
+    pair = Pair()
+    pair.link.closed, pair.is_bound, pair.num_in_use = True, True, 1
+    windows = left(pair)
+    assert windows.forget_harmless() == []
+    assert windows.holds_up(7)
+    assert not windows.holds_up(8)
+    pair.num_in_use = 0
+    assert not windows.holds_up(7)
+    assert windows.forget_harmless() == [pair.link]
 
 
 def test_a_link_that_the_client_gave_up_itself_tells_nothing_of_its_server() -> None:

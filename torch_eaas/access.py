@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import re
 import threading
@@ -36,13 +37,14 @@ class Access:
     """The cluster's shared secret, the same for all; empty: nobody is asked for one."""
 
     tls_certificate: Path | None = None
-    """The monitor's certificate chain, PEM; with it the monitor speaks HTTPS only."""
+    """This process's certificate chain, PEM; with it a monitor speaks HTTPS only, and a server's
+    TCP endpoint TLS only."""
 
     tls_key: Path | None = None
     """The certificate's private key, PEM, not encrypted."""
 
     tls_authority: Path | None = None
-    """What members verify the monitor's certificate against, PEM; None: the system's list."""
+    """What verifies certificates of the monitor and of servers, PEM; None: the system's list."""
 
     def __post_init__(self) -> None:
         # the message must not show the token: it ends up in logs
@@ -68,6 +70,35 @@ class Access:
 
 OPEN = Access()
 """Nobody is asked for a token; for one machine whose users trust each other."""
+
+
+def check_reach(access: Access, address: str, *, who: str, told: str, option: str) -> None:
+    """Refuse to let other machines ask without a token; warn if they could read it.
+
+    Args:
+        access: What callers must show.
+        address: The number of the address that is to be bound.
+        who: Who listens, for the messages.
+        told: What it was told to listen on.
+        option: By which option, on the command line.
+
+    Raises:
+        ConfigError: Others reach the address, and there is no token.
+    """
+    if ipaddress.ip_address(address).is_loopback:
+        return
+    if not access.token:
+        raise ConfigError(
+            f"{who} would listen on {told} ({option}), which other machines reach, without a "
+            f"token: give one by --token-file or TORCH_EAAS_TOKEN, in Python by "
+            f"access=Access(token=...), or bind 127.0.0.1"
+        )
+    if access.tls_certificate is None:
+        logger.warning(
+            "%s listens on %s without TLS: who can read this network can read the token; give "
+            "--tls-certificate and --tls-key, in Python tls_certificate and tls_key",
+            *(who, told),
+        )
 
 
 class Gate:

@@ -104,7 +104,7 @@ class ClientConfig:
     """Whether NaN and Inf raise ``AnomalyError``, which names layer and token."""
 
     access: Access = OPEN
-    """The token that servers and the monitor are shown."""
+    """The token that servers and the monitor are shown, and what verifies them."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -135,7 +135,9 @@ class ServerConfig:
     """How messages, metrics and the monitor call this server."""
 
     address: str = ""
-    """Control endpoint: ``unix:/path``, ``unix:@name`` (no file), ``loopback:name``; empty: any."""
+    """Control endpoint: ``unix:/path``, ``unix:@name`` (no file), ``loopback:name``; empty: any of
+    this machine. ``tcp://HOST:PORT`` where the transport crosses hosts: clients call that host,
+    port 0 takes a free one, and with a certificate it speaks TLS and is called ``tls://HOST:PORT``."""
 
     max_rows: int = 2048
     """Most (token, expert) rows of one merged batch; one request always fits."""
@@ -153,7 +155,8 @@ class ServerConfig:
     """How long a drain may take before the server leaves all the same."""
 
     access: Access = OPEN
-    """The token that clients must show, and that the monitor is shown."""
+    """The token that clients must show, a must where other machines reach the control endpoint, and
+    that the monitor is shown; the endpoint's certificate."""
 
     def __post_init__(self) -> None:
         if not self.name:

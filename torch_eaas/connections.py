@@ -264,9 +264,7 @@ class Connections(Generic[C]):
         epoch = pair.next_epoch()
         link: Link | None = None
         try:
-            link = self._transport.dial(
-                server.address, CONTROL_TIMEOUT_S, self._config.access.token
-            )
+            link = self._transport.dial(server.address, CONTROL_TIMEOUT_S, self._config.access)
             hello = hello_of(self._config, self._instance, epoch, self.fingerprint)
             conn, fingerprint = open_connection(
                 *(self._make, self._transport, link, self._spec),

@@ -52,7 +52,7 @@ class Directory:
         self._transport = transport
         self._addresses = tuple(servers)
         self._known: dict[str, ServerInfo] = {}
-        self._token = config.access.token
+        self._access = config.access
         self._asked_at = 0.0
         self._agent: MonitorAgent | None = None
         if monitor is not None:
@@ -123,7 +123,7 @@ class Directory:
 
     def _ask(self, address: str) -> ServerInfo | None:
         try:
-            link = self._transport.dial(address, CONTROL_TIMEOUT_S, self._token)
+            link = self._transport.dial(address, CONTROL_TIMEOUT_S, self._access)
             try:
                 answer, _ = link.call("describe", {}, timeout=CONTROL_TIMEOUT_S)
             finally:

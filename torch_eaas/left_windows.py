@@ -32,10 +32,7 @@ class LeftWindows:
     def holds_up(self, instance: int) -> bool:
         """Return whether a server's next pair must wait until its memory is not in use here."""
         with self._lock:
-            return any(
-                pair.is_bound and pair.num_in_use > 0 and pair.server.instance == instance
-                for pair in self._pairs
-            )
+            return any(_is_used(pair) and pair.server.instance == instance for pair in self._pairs)
 
     def forget_harmless(self) -> list[Link]:
         """Let go of the windows that nobody writes any more; return their links, to be closed."""
@@ -55,7 +52,15 @@ class LeftWindows:
         return links + [pair.link for pair in pairs]
 
 
+def _is_used(pair: OpenPair) -> bool:
+    """Return whether this process still uses memory that the next pair would get too."""
+    return pair.is_bound and pair.num_in_use > 0
+
+
 def _is_harmless(pair: OpenPair) -> bool:
+    if _is_used(pair):
+        # a connection between hosts may have been cut while its server lives
+        return False
     has_ended = pair.link.closed and not pair.was_cut
     return has_ended or pair.pair.open_epoch > pair.epoch
 

@@ -101,7 +101,7 @@ class Server(Generic[P]):
             drain=self.drain,
             clock=clock,
         )
-        self._listener: Listener = transport.listen(config.address, self._control)
+        self._listener: Listener = transport.listen(config.address, self._control, config.access)
         self._loading = self._new_loading(member.load)
         self._monitor = member.monitor
         self._agent: MonitorAgent | None = None

@@ -75,6 +75,8 @@ def test_the_module_is_the_command() -> None:
         ("server X --standby --monitor http://m --copies 2", "not with --standby"),
         ("server X --storage int4", "invalid choice: 'int4'"),
         ("server X --transport loopback", "invalid choice: 'loopback'"),
+        ("server X --address tcp://0.0.0.0:7000", "between hosts it takes NvshmemTransport"),
+        ("server X --address tls://h:7000", "--address tls://h:7000: transports that are picked"),
         ("server X --threads 0", "must be an integer of at least 1, got '0'"),
         ("generate X --prompt A --max-new-tokens 1", "--monitor --servers is required"),
         ("generate X --monitor U --max-new-tokens 1", "--prompt"),

@@ -9,15 +9,20 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.comm.numbered_windows import ANY_PORT, NumberedWindows
+from tests.comm.numbered_windows import dial_by_hand as dial_tcp
 from tests.comm.test_shared_memory import dial_by_hand, needs_x86
-from tests.comm.transport_contract import TIMEOUT_S, PlannedHandler, eventually
+from tests.comm.transport_contract import TIMEOUT_S, TOKEN, PlannedHandler, eventually
 from tests.comm.unix_contract import num_fds
 from tests.json_values import VALUE, almost
-from torch_eaas.comm.frames import receive_frame
+from torch_eaas.access import Access
+from torch_eaas.comm import tcp_sockets
+from torch_eaas.comm.frames import receive_frame, send_frame
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
+from torch_eaas.comm.socket_transport import SocketTransport
 from torch_eaas.comm.transport import Listener
 from torch_eaas.errors import TransportError
 
@@ -82,3 +87,41 @@ def test_a_server_outlives_whatever_a_connection_brings(
     assert link.call("echo", {"n": 1}, timeout=TIMEOUT_S)[0]["echo"] == {"n": 1}
     link.close()
     assert eventually(lambda: num_fds() <= before)
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "TLS"])
+@pytest.mark.parametrize("with_token", [False, True], ids=["a stranger", "a friend"])
+def test_a_server_outlives_whatever_other_hosts_bring(
+    secure: bool, with_token: bool, certified: Access, trusting: Access
+) -> None:
+    transport = SocketTransport(NumberedWindows())
+    handler = PlannedHandler(transport)
+    handler.access = plain = Access(token=TOKEN)
+    listener = transport.listen(ANY_PORT, handler, certified if secure else plain)
+    friend = trusting if secure else plain
+    before = num_fds()
+
+    def open_one() -> socket.socket:
+        if with_token:
+            connection = tcp_sockets.connect_tcp(listener.address, TIMEOUT_S, friend)
+            send_frame(connection, {"token": TOKEN, "verb": "echo"})
+            receive_frame(connection, TIMEOUT_S)
+            return connection
+        return dial_tcp(listener.address)
+
+    @settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
+    @given(data=BYTES)
+    def bring(data: bytes) -> None:
+        with open_one() as connection, contextlib.suppress(OSError):
+            connection.sendall(data)
+            socket.socket.shutdown(connection, socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+        link = transport.dial(listener.address, TIMEOUT_S, friend)
+        assert link.call("echo", {"n": 1}, timeout=TIMEOUT_S)[0]["echo"] == {"n": 1}
+        link.close()
+
+    bring()
+    assert eventually(lambda: num_fds() <= before)
+    listener.close()
+    assert handler.came == {}

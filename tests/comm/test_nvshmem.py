@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 from tests.comm.fake_nvshmem import FakeNvshmem, make_wheel
+from torch_eaas.access import OPEN, Access
 from torch_eaas.comm import nvshmem_checks
 from torch_eaas.comm.auto import choose_transport
 from torch_eaas.comm.loopback import LoopbackTransport
@@ -82,15 +81,16 @@ class Server(Handler):
 class Ends:
     """A client on PE 2 and a server on PE 1, with a control connection between them."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, address: str = "", access: Access = OPEN) -> None:
         self.client, client = start(2, "client")
         self.server, server = start(1, "server")
         self.fakes = client, server
         self._near = NvshmemTransport(self.client)
         self.handler = Server(NvshmemTransport(self.server))
-        listener = NvshmemTransport(self.server).listen("", self.handler)
+        listener = NvshmemTransport(self.server).listen(address, self.handler, access)
         stack.callback(listener.close)
-        self._link = self._near.dial(listener.address, TIMEOUT_S)
+        own = Access(token=access.token, tls_authority=access.tls_certificate)
+        self._link = self._near.dial(listener.address, TIMEOUT_S, own)
         stack.callback(self._link.close)
 
     def handshake(self) -> tuple[Window, Window, Far | None]:
@@ -101,10 +101,12 @@ class Ends:
         return own, peers, far
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
+@pytest.fixture(params=["", "tcp://127.0.0.1:0", "tls://127.0.0.1:0"], ids=["unix", "TCP", "TLS"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    is_tls = request.param.startswith("tls")
+    access = request.getfixturevalue("certified") if is_tls else OPEN
     with ExitStack() as stack:
-        yield Ends(stack)
+        yield Ends(stack, request.param, access)
 
 
 # -- the start ---------------------------------------------------------------------------------
@@ -256,7 +258,8 @@ def test_a_window_has_no_place_before_its_peer_is_known(ends: Ends) -> None:
         own.memory  # noqa: B018 - asking is what is tested
     with pytest.raises(TransportError, match=r"lies in GPU memory, .* use DeviceClient and Dev"):
         own.view  # noqa: B018
-    assert own.fd == own.fd
+    with pytest.raises(TransportError, match="has no file descriptor: it is told in words"):
+        own.fd  # noqa: B018
     own.close()
     own.close()
 
@@ -276,40 +279,40 @@ def test_a_window_larger_than_what_was_dealt_is_refused(ends: Ends) -> None:
     ids=["same role", "other start"],
 )
 def test_a_stranger_is_refused(ends: Ends, peer: Any, match: str) -> None:
-    theirs = NvshmemWindows(peer().world).create(64)
+    windows = NvshmemWindows(peer().world)
     with pytest.raises(TransportError, match=match):
-        NvshmemWindows(ends.client).adopt(os.dup(theirs.fd), 64)
-    theirs.close()
+        NvshmemWindows(ends.client).adopt(-1, windows.tell(windows.create(64)))
 
 
-def names_of_open_files() -> list[str]:
-    names = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            names.append(os.readlink(link))
-    return names
-
-
-@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"\xff" * 2000, b'{"pe": 1}'])
-def test_what_is_no_description_is_refused_and_closed(ends: Ends, text: bytes) -> None:
-    fd = os.memfd_create("no-description")
-    os.write(fd, text)
+@pytest.mark.parametrize("told", [None, 8, 8.5, "pe", [], ["pe"], {}, {"pe": 1}], ids=str)
+def test_what_is_no_description_is_refused(ends: Ends, told: object) -> None:
     with pytest.raises(TransportError, match="what came is no window of NVSHMEM's"):
-        NvshmemWindows(ends.client).adopt(fd, 8)
-    # a thread's file may have the number by now
-    assert not [name for name in names_of_open_files() if "no-description" in name]
+        NvshmemWindows(ends.client).adopt(-1, told)
 
 
-def test_a_window_of_another_size_or_pe_is_refused(ends: Ends) -> None:
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"pe": 3}, "must be of a PE below 3, got 3"),
+        ({"pe": -1}, "must be of a PE below 3, got -1"),
+        ({"pe": True}, "must be of a PE below 3, got True"),
+        ({"pe": "1"}, "must be of a PE below 3, got '1'"),
+        ({"nbytes": SPEC.request_bytes + 1}, f"at most {SPEC.request_bytes} bytes, got {{more}}"),
+        ({"nbytes": 0}, f"of PE 1 has at most {SPEC.request_bytes} bytes, got 0"),
+        ({"nbytes": 8.5}, f"of PE 1 has at most {SPEC.request_bytes} bytes, got 8.5"),
+        ({"start": ["x"]}, r"another start of NVSHMEM \(\['x'\], this is"),
+    ],
+    ids=str,
+)
+def test_a_window_that_none_was_dealt_is_refused(
+    ends: Ends, changed: dict[str, Any], match: str
+) -> None:
+    theirs = NvshmemWindows(ends.server)
+    told = theirs.tell(theirs.create(256))
     windows = NvshmemWindows(ends.client)
-    theirs = NvshmemWindows(ends.server).create(256)
-    with pytest.raises(TransportError, match="one of 512 bytes of a PE below 3, got 256 of PE 1"):
-        windows.adopt(os.dup(theirs.fd), 512)
-    fd = os.memfd_create("x")
-    os.write(fd, b'{"pe": 3, "start": "", "nbytes": 8, "role": "server"}')
-    with pytest.raises(TransportError, match="of a PE below 3, got 8 of PE 3"):
-        windows.adopt(fd, 8)
-    theirs.close()
+    assert windows.adopt(-1, told).nbytes == 256
+    with pytest.raises(TransportError, match=match.format(more=SPEC.request_bytes + 1)):
+        windows.adopt(-1, {**told, **changed})
 
 
 def test_an_end_of_another_transport_is_refused(ends: Ends) -> None:

@@ -23,7 +23,7 @@ from tests.comm.transport_contract import (
     eventually,
 )
 from tests.comm.unix_contract import UnixTransportContract, num_fds
-from torch_eaas.comm import control_endpoint, polling, unix_link
+from torch_eaas.comm import polling, unix_sockets
 from torch_eaas.comm.frames import receive_frame, send_frame
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.shared_memory import SharedMemoryTransport
@@ -384,7 +384,7 @@ def test_only_the_same_user_and_root_are_served(
 
 @needs_x86
 def test_a_stranger_is_turned_away_before_a_byte_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_endpoint, "is_own_user", lambda connection: False)
+    monkeypatch.setattr(unix_sockets, "is_own_user", lambda connection: False)
     transport = SharedMemoryTransport()
     handler = PlannedHandler(transport)
     listener = transport.listen("", handler)
@@ -398,7 +398,7 @@ def test_a_stranger_is_turned_away_before_a_byte_is_read(monkeypatch: pytest.Mon
 def test_a_server_of_another_user_is_not_asked_and_told_no_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(unix_link, "is_own_user", lambda connection: False)
+    monkeypatch.setattr(unix_sockets, "is_own_user", lambda connection: False)
     address = "unix:@eaas-test-another-user"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.bind(socket_name(address))

@@ -226,7 +226,7 @@ class TransportContract:
     ) -> None:
         handler.access = Access(token=TOKEN)
         for token in ("", TOKEN[:-1], TOKEN + "x"):
-            link = client.dial(listener.address, TIMEOUT_S, token)
+            link = client.dial(listener.address, TIMEOUT_S, Access(token=token))
             window = client.create_window(128)
             for _ in range(2):
                 with pytest.raises(AccessDenied, match="token is missing or wrong") as caught:
@@ -236,7 +236,7 @@ class TransportContract:
             assert not link.closed
             link.close()
         assert handler.came == {}
-        link = client.dial(listener.address, TIMEOUT_S, TOKEN)
+        link = client.dial(listener.address, TIMEOUT_S, Access(token=TOKEN))
         # the handler does not see the token, so it cannot end up in a log
         assert link.call("echo", {"n": 1}, timeout=TIMEOUT_S)[0]["echo"] == {"n": 1}
         link.close()

@@ -16,6 +16,7 @@ from tests.comm.fake_nvshmem import FakeNvshmem, make_wheel
 from tests.comm.transport_contract import eventually
 from tests.served import LAYERS, D, E, K, batch, oracle
 from tests.served_slabs import SPEC, T, server_of, slab
+from torch_eaas.access import Access
 from torch_eaas.comm import nvshmem_checks
 from torch_eaas.comm.loopback import LoopbackTransport
 from torch_eaas.comm.nvshmem import Far, NvshmemConfig, NvshmemWorld
@@ -28,6 +29,7 @@ from torch_eaas.device.puts import Puts
 PES = 3
 CPU = torch.device("cpu")
 PATIENT = timedelta(seconds=30)
+TOKEN = "sesame-0123456789"
 
 
 class MappedWorld(NvshmemWorld):
@@ -60,15 +62,29 @@ def transports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[NvshmemT
     return made
 
 
-@pytest.fixture
-def client(transports: list[NvshmemTransport]) -> Iterator[DeviceClient]:
+@pytest.fixture(params=["", "tcp://127.0.0.1:0"], ids=["unix", "TCP"])
+def client(
+    transports: list[NvshmemTransport], request: pytest.FixtureRequest
+) -> Iterator[DeviceClient]:
+    access = Access(token=TOKEN)
     config = ClientConfig(
-        hidden_size=D, top_k=K, max_tokens=T, max_micro_batches=1, graph_wait=timedelta(seconds=5)
+        hidden_size=D,
+        top_k=K,
+        max_tokens=T,
+        max_micro_batches=1,
+        graph_wait=timedelta(seconds=5),
+        access=access,
     )
     with ExitStack() as stack:
         addresses = []
         for pe in (1, 2):
-            server = server_of(slab(), transport=transports[pe], name=f"s{pe}")
+            server = server_of(
+                slab(),
+                transport=transports[pe],
+                name=f"s{pe}",
+                address=request.param,
+                access=access,
+            )
             addresses.append(stack.enter_context(server.serve_in_background()).address)
         made = DeviceClient(config, servers=addresses, transport=transports[0])
         stack.enter_context(made)

@@ -8,6 +8,7 @@ from typing import get_args
 from torch_eaas.cli import access, arguments
 from torch_eaas.cli.environment import set_threads
 from torch_eaas.cli.verb import Verb
+from torch_eaas.comm.tcp_sockets import is_tcp
 from torch_eaas.config import Combine, ReplyDtype, Storage, WireDtype
 
 
@@ -120,6 +121,12 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
         parser.error("--copies goes with --share, not with --standby")
     if args.experts is None and args.copies > count:
         parser.error(f"--copies must be at most the number of servers ({count}), got {args.copies}")
+    if is_tcp(args.address):
+        parser.error(
+            f"--address {args.address}: transports that are picked by name join processes of one "
+            f"host: give unix:/path or unix:@name; between hosts it takes NvshmemTransport, in a "
+            f"program of your own (docs/nvshmem.md)"
+        )
     set_threads(args.threads)
     # torch is imported only now
     from torch_eaas.cli.serving import PairOptions, ServeOptions, serve

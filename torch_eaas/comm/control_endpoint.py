@@ -1,4 +1,4 @@
-"""A server's control endpoint on a unix socket: who is admitted, calls, windows, and their ends."""
+"""A server's control endpoint on a socket: who is admitted, calls, windows, and their ends."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from torch_eaas.access import DENIED
-from torch_eaas.comm.frames import receive_frame, send_frame
-from torch_eaas.comm.lifeline import Lifeline
-from torch_eaas.comm.transport import Handler, Json, Listener, Reply
-from torch_eaas.comm.unix_link import LIFELINE, adopt_windows, close_all
-from torch_eaas.comm.unix_sockets import PREFIX, bind, is_own_user, socket_name
+from torch_eaas.comm.control_link import LIFELINE
+from torch_eaas.comm.door import Door
+from torch_eaas.comm.frames import FRAME_TIMEOUT_S, MAX_FRAME_BYTES, receive_frame, send_frame
+from torch_eaas.comm.lifeline import LIFELINE_BYTES, Lifeline
+from torch_eaas.comm.passed_windows import adopt_windows, close_all, hand_on
+from torch_eaas.comm.transport import Handler, Json, Listener
 from torch_eaas.comm.window import Window, WindowMaker
 from torch_eaas.errors import EaasError, PeerGone, PeerTimeout, TransportError
 
 MAX_CONNECTIONS = 1024
 SEND_TIMEOUT_S = 5.0
 CLOSE_S = 1.0
+STRANGER_BYTES = 1 << 16
+"""The largest frame of a connection that has not shown the token."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +34,25 @@ logger = logging.getLogger(__name__)
 class ControlEndpoint(Listener):
     """Serves each connection in a thread of its own; the kernel tells its clients of its death.
 
+    A connection from another host is a stranger's until it has shown the token, for which it has
+    ``FRAME_TIMEOUT_S`` in all.
+
     Args:
-        address: Where it listens.
+        door: Where it listens; it is closed with the endpoint.
         handler: What answers the calls.
         windows: What takes in the windows that clients send.
     """
 
-    def __init__(self, address: str, handler: Handler, windows: WindowMaker) -> None:
-        self._address = address
+    def __init__(self, door: Door, handler: Handler, windows: WindowMaker) -> None:
+        self._door = door
+        self._address = door.address
         self._handler = handler
         self._windows = windows
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._connections: dict[int, socket.socket] = {}
         self._threads: dict[int, threading.Thread] = {}
-        self._socket = bind(address)
-        self._lifeline = Lifeline()
+        self._lifeline = Lifeline() if door.is_local else None
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="eaas-control", daemon=True)
         self._thread.start()
@@ -62,17 +68,15 @@ class ControlEndpoint(Listener):
             return
         self._closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._door.listening.shutdown(socket.SHUT_RDWR)
         # the address is taken until the thread has left the kernel
         self._thread.join(SEND_TIMEOUT_S)
-        self._socket.close()
-        if self._address.startswith(f"{PREFIX}/"):
-            with contextlib.suppress(OSError):
-                os.unlink(socket_name(self._address))
+        self._door.close()
         with self._lock:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    # beneath TLS, which its own thread is using
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
             threads = list(self._threads.values())
         # a thread that still lets go of windows when the interpreter ends would end it hard
         for thread in threads:
@@ -80,24 +84,34 @@ class ControlEndpoint(Listener):
                 thread.join(CLOSE_S)
 
     def _accept(self) -> None:
+        lifeline = self._lifeline
+        if lifeline is None:
+            self._accept_all()
+            return
         try:
-            self._lifeline.hold()
+            lifeline.hold()
         except TransportError as error:
             logger.info("control endpoint %s: %s", self._address, error)
         self._accept_all()
-        self._lifeline.let_go()
+        lifeline.let_go()
 
     def _accept_all(self) -> None:
         peer = 0
         while not self._closed:
             try:
-                connection, _ = self._socket.accept()
+                connection, _ = self._door.listening.accept()
             except OSError as error:
                 if not self._closed:
                     logger.warning("control endpoint %s: accept failed: %s", self._address, error)
                     time.sleep(0.1)
                 continue
-            if not is_own_user(connection) or len(self._connections) >= MAX_CONNECTIONS:
+            if len(self._connections) >= MAX_CONNECTIONS:
+                connection.close()
+                continue
+            try:
+                connection = self._door.take(connection)
+            except OSError:
+                # it has ended already
                 connection.close()
                 continue
             peer += 1
@@ -111,36 +125,57 @@ class ControlEndpoint(Listener):
             thread.start()
 
     def _serve(self, peer: int, connection: socket.socket) -> None:
+        is_in = False
+        known_by = time.monotonic() + FRAME_TIMEOUT_S
         try:
-            while not self._closed:
-                self._answer(peer, connection)
-        except (PeerGone, PeerTimeout):
-            pass
+            self._door.greet(connection)
+            is_in = True
+            self._answer_all(peer, connection, known_by)
+        except (PeerGone, PeerTimeout) as error:
+            logger.debug("control connection %d of %s: %s", peer, self._address, error)
         except TransportError as error:
-            logger.warning("control connection %d of %s: %s", peer, self._address, error)
+            # where others may come, they must not fill the log
+            level = logging.WARNING if self._door.is_local else logging.DEBUG
+            logger.log(level, "control connection %d of %s: %s", peer, self._address, error)
         finally:
             with self._lock:
                 self._connections.pop(peer, None)
             connection.close()
-            self._handler.gone(peer)
+            if is_in:
+                self._handler.gone(peer)
             with self._lock:
                 self._threads.pop(peer, None)
 
-    def _answer(self, peer: int, connection: socket.socket) -> None:
-        body, fds = receive_frame(connection, None)
-        connection.settimeout(SEND_TIMEOUT_S)
+    def _answer_all(self, peer: int, connection: socket.socket, known_by: float) -> None:
+        is_known = self._door.is_local
+        while not self._closed:
+            timeout = None if is_known else max(0.0, known_by - time.monotonic())
+            max_bytes = MAX_FRAME_BYTES if is_known else STRANGER_BYTES
+            body, fds = receive_frame(connection, timeout, max_bytes)
+            connection.settimeout(SEND_TIMEOUT_S)
+            # before anything of the call is looked at: no window is mapped for a stranger
+            if self._handler.admits(peer, body.pop("token", None)):
+                is_known = True
+                self._answer(peer, connection, body, fds)
+            else:
+                close_all(fds)
+                send_frame(connection, {"error": DENIED, "denied": True})
+
+    def _answer(self, peer: int, connection: socket.socket, body: Json, fds: list[int]) -> None:
         windows: Sequence[Window] = ()
         returned: Sequence[Window] = ()
+        answer: Json
         try:
             try:
-                # before anything of the call is looked at: no window is mapped for a stranger
-                if not self._handler.admits(peer, body.pop("token", None)):
-                    close_all(fds)
-                    send_frame(connection, {"error": DENIED, "denied": True})
-                    return
                 verb = str(body.pop("verb", ""))
                 windows = self._adopt(fds, body)
-                answer, returned = self._handle(peer, verb, body, windows)
+                if verb == LIFELINE and self._lifeline is not None:
+                    # in this host's memory, wherever the transport's windows are
+                    returned = (self._lifeline.hand_out(),)
+                    answer, told, handed = {}, [LIFELINE_BYTES], [returned[0].fd]
+                else:
+                    answer, returned = self._handler.handle(peer, verb, body, windows)
+                    told, handed = hand_on(returned, self._windows)
             except EaasError as error:
                 send_frame(connection, {"error": str(error)})
                 return
@@ -149,8 +184,7 @@ class ControlEndpoint(Listener):
                 logger.exception("control call %r of %s failed", body, self._address)
                 send_frame(connection, {"error": f"{type(error).__name__}: {error}"})
                 return
-            answer = {**answer, "windows": [window.nbytes for window in returned]}
-            send_frame(connection, answer, [window.fd for window in returned])
+            send_frame(connection, {**answer, "windows": told}, handed)
         finally:
             # the handler keeps views of the memory; nobody needs the descriptors any more
             for window in (*windows, *returned):
@@ -158,16 +192,11 @@ class ControlEndpoint(Listener):
 
     def _adopt(self, fds: list[int], body: Json) -> Sequence[Window]:
         """Return the windows that came with a call, if both ends mean the same by a window."""
-        sizes, theirs = body.pop("windows", []), body.pop("transport", self._windows.name)
-        if fds and theirs != self._windows.name:
+        told, theirs = body.pop("windows", []), body.pop("transport", self._windows.name)
+        if (fds or told) and theirs != self._windows.name:
             close_all(fds)
             raise TransportError(
                 f"the client's windows are {theirs}'s, this server's are {self._windows.name}'s; "
                 f"give both the same transport (transport=, --transport)"
             )
-        return adopt_windows(fds, sizes, self._windows)
-
-    def _handle(self, peer: int, verb: str, body: Json, windows: Sequence[Window]) -> Reply:
-        if verb == LIFELINE:
-            return {}, (self._lifeline.hand_out(),)
-        return self._handler.handle(peer, verb, body, windows)
+        return adopt_windows(fds, told, self._windows)

@@ -14,14 +14,14 @@ import weakref
 from typing_extensions import override
 
 from torch_eaas.comm.cuda_driver import CudaDriver
-from torch_eaas.comm.unix_transport import UnixTransport
+from torch_eaas.comm.socket_transport import SocketTransport
 from torch_eaas.comm.window import Memory, Window, WindowMaker, check_size
 from torch_eaas.errors import TransportError
 
 logger = logging.getLogger(__name__)
 
 
-class CudaIpcTransport(UnixTransport):
+class CudaIpcTransport(SocketTransport):
     """Windows in GPU memory, control calls over a unix socket.
 
     For processes on one GPU, and on GPUs of one host that NVLink joins. Each end maps all windows

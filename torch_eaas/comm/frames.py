@@ -1,4 +1,4 @@
-"""Control frames on a unix socket: a length, a JSON object, and file descriptors beside it.
+"""Control frames on a socket: a length, a JSON object, and, in one host, descriptors beside it.
 
 No pickle: a frame is data. Its size is bounded, and every read has a deadline.
 """
@@ -23,10 +23,11 @@ FRAME_TIMEOUT_S = 5.0
 
 _LENGTH = struct.Struct("<I")
 _FD_BYTES = array("i").itemsize
+_CHUNK_BYTES = 1 << 16
 
 
 def send_frame(sock: socket.socket, body: Json, fds: Sequence[int] = ()) -> None:
-    """Send one frame; the descriptors travel with its first byte.
+    """Send one frame, within the socket's timeout; the descriptors travel with its first byte.
 
     Raises:
         PeerGone: The connection has ended.
@@ -34,23 +35,34 @@ def send_frame(sock: socket.socket, body: Json, fds: Sequence[int] = ()) -> None
     """
     data = json.dumps(body, separators=(",", ":")).encode()
     frame = _LENGTH.pack(len(data)) + data
+    timeout = sock.gettimeout()
+    deadline = None if timeout is None else time.monotonic() + timeout
     try:
         sent = socket.send_fds(sock, [frame], list(fds)) if fds else sock.send(frame)
-        if sent < len(frame):
-            sock.sendall(frame[sent:])
+        while sent < len(frame):
+            if deadline is not None:
+                # in a TLS socket's sendall each part would have the whole time
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                sock.settimeout(left)
+            sent += sock.send(frame[sent : sent + _CHUNK_BYTES])
     except TimeoutError as error:
         raise PeerTimeout(f"the peer did not take a frame of {len(frame)} bytes") from error
     except OSError as error:
         raise PeerGone(f"the control connection has ended: {error}") from error
 
 
-def receive_frame(sock: socket.socket, timeout: float | None) -> tuple[Json, list[int]]:
+def receive_frame(
+    sock: socket.socket, timeout: float | None, max_bytes: int = MAX_FRAME_BYTES
+) -> tuple[Json, list[int]]:
     """Return the next frame and the descriptors that came with it, which the caller then owns.
 
     Args:
         sock: The connection.
         timeout: Seconds for the whole frame; None waits for its first byte as long as the
             connection lives.
+        max_bytes: The largest frame.
 
     Raises:
         PeerGone: The connection has ended.
@@ -67,8 +79,8 @@ def receive_frame(sock: socket.socket, timeout: float | None) -> tuple[Json, lis
         deadline = time.monotonic() + timeout
         head += _receive(sock, _LENGTH.size - len(head), deadline, timeout, fds)
         (length,) = _LENGTH.unpack(head)
-        if length > MAX_FRAME_BYTES:
-            raise TransportError(f"a frame has at most {MAX_FRAME_BYTES} bytes, got {length}")
+        if length > max_bytes:
+            raise TransportError(f"a frame has at most {max_bytes} bytes, got {length}")
         data = _receive(sock, length, deadline, timeout, fds)
         body = json.loads(data)
         if not isinstance(body, dict):
@@ -93,21 +105,28 @@ def _receive(
             raise PeerTimeout(f"{len(data)} of {length} bytes of a frame came in {timeout:g} s")
         try:
             sock.settimeout(left)
-            # socket.recv_fds ignores its flags, and no program that is started may inherit these
-            chunk, messages, flags, _ = sock.recvmsg(
-                length - len(data), socket.CMSG_LEN(MAX_FDS * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
-            )
+            chunk = _receive_some(sock, length - len(data), fds)
         except TimeoutError:
             continue
         except OSError as error:
             raise PeerGone(f"the control connection has ended: {error}") from error
-        fds.extend(_descriptors(messages))
-        if len(fds) > MAX_FDS or flags & socket.MSG_CTRUNC:
-            raise TransportError(f"a frame brings at most {MAX_FDS} descriptors")
         if not chunk:
             raise PeerGone("the peer closed the control connection")
         data += chunk
     return bytes(data)
+
+
+def _receive_some(sock: socket.socket, length: int, fds: list[int]) -> bytes:
+    if sock.family != socket.AF_UNIX:
+        return sock.recv(min(length, _CHUNK_BYTES))
+    # socket.recv_fds ignores its flags, and no program that is started may inherit these
+    chunk, messages, flags, _ = sock.recvmsg(
+        length, socket.CMSG_LEN(MAX_FDS * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
+    )
+    fds.extend(_descriptors(messages))
+    if len(fds) > MAX_FDS or flags & socket.MSG_CTRUNC:
+        raise TransportError(f"a frame brings at most {MAX_FDS} descriptors")
+    return chunk
 
 
 def _descriptors(messages: Sequence[tuple[int, int, bytes]]) -> list[int]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
-from torch_eaas.access import DENIED
+from torch_eaas.access import DENIED, OPEN, Access
+from torch_eaas.comm.tcp_sockets import is_tcp
 from torch_eaas.comm.transport import Handler, Json, Link, Listener, Transport
 from torch_eaas.comm.window import Window, local_window
 from torch_eaas.errors import AccessDenied, ConfigError, EaasError, HandshakeRefused, PeerGone
@@ -33,8 +34,9 @@ class LoopbackTransport(Transport):
         return local_window(nbytes)
 
     @override
-    def listen(self, address: str, handler: Handler) -> Listener:
+    def listen(self, address: str, handler: Handler, access: Access = OPEN) -> Listener:
         address = address or f"{PREFIX}server-{next(self._numbers)}"
+        _check_near(address)
         if not address.startswith(PREFIX):
             raise ConfigError(f"a loopback address is {PREFIX}name, got {address!r}")
         with self._changed:
@@ -45,13 +47,14 @@ class LoopbackTransport(Transport):
         return listener
 
     @override
-    def dial(self, address: str, timeout: float, token: str = "") -> Link:
+    def dial(self, address: str, timeout: float, access: Access = OPEN) -> Link:
+        _check_near(address)
         with self._changed:
             listener = self._listeners.get(address)
             if listener is None:
                 raise PeerGone(f"nobody listens at {address}")
             # under the lock, so that a listener which closes now ends this link too
-            return _LoopbackLink(self, listener, next(self._numbers), token)
+            return _LoopbackLink(self, listener, next(self._numbers), access.token)
 
     @override
     def ring(self) -> None:
@@ -75,6 +78,13 @@ class LoopbackTransport(Transport):
         with self._changed:
             self._listeners.pop(address, None)
             self._changed.notify_all()
+
+
+def _check_near(address: str) -> None:
+    if is_tcp(address):
+        raise ConfigError(
+            f"{address}: loopback joins threads of one process; between hosts use NvshmemTransport"
+        )
 
 
 class _LoopbackListener(Listener):

@@ -137,6 +137,11 @@ class NvshmemWorld:
         """Size of a window that peers write into here."""
         return self.request_bytes if self.config.role == "server" else self.reply_bytes
 
+    @property
+    def far_bytes(self) -> int:
+        """Size of a window that this process writes into at a peer."""
+        return self.reply_bytes if self.config.role == "server" else self.request_bytes
+
     def own_window(self, pe: int) -> int:
         """Return the window that a PE writes into here."""
         is_server = self.config.role == "server"

@@ -1,26 +1,21 @@
-"""The nvshmem transport: windows from symmetric memory, control calls over a unix socket.
+"""The nvshmem transport: windows from symmetric memory, control calls over a unix socket or TCP.
 
-A window travels in a handshake as the number of its PE: where it lies follows from that. Control
-calls reach processes of this host alone; between hosts there is no control endpoint yet.
+A window travels in a handshake as the number of its PE, in words: where it lies follows from that.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
+from typing import Any
 
 from typing_extensions import override
 
 from torch_eaas.comm.nvshmem import Far, NvshmemWorld
-from torch_eaas.comm.unix_transport import UnixTransport
+from torch_eaas.comm.socket_transport import SocketTransport
 from torch_eaas.comm.window import Memory, Window, WindowMaker, check_size
 from torch_eaas.errors import ConfigError, TransportError
 
-_MAX_DESCRIPTION = 1024
 
-
-class NvshmemTransport(UnixTransport):
+class NvshmemTransport(SocketTransport):
     """Windows in the symmetric memory of processes that started together.
 
     A peer's death is not survivable, and its access cannot be revoked: see ``comm.nvshmem``.
@@ -42,6 +37,7 @@ class NvshmemWindows(WindowMaker):
     """
 
     name = "nvshmem"
+    in_words = True
 
     def __init__(self, world: NvshmemWorld) -> None:
         self._world = world
@@ -64,31 +60,40 @@ class NvshmemWindows(WindowMaker):
         return OwnWindow(world, nbytes)
 
     @override
-    def adopt(self, fd: int, nbytes: int) -> Window:
+    def tell(self, window: Window) -> Any:
+        config = self._world.config
+        return {
+            "pe": config.pe,
+            "start": self._world.name,
+            "nbytes": window.nbytes,
+            "role": config.role,
+        }
+
+    @override
+    def adopt(self, fd: int, told: Any) -> Window:
+        world = self._world
         try:
-            return _adopt(self._world, fd, nbytes)
-        finally:
-            os.close(fd)
-
-
-def _adopt(world: NvshmemWorld, fd: int, nbytes: int) -> PeersWindow:
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        told = json.loads(os.pread(fd, _MAX_DESCRIPTION, 0))
-        pe, start, size, role = told["pe"], told["start"], told["nbytes"], told["role"]
-        if type(pe) is not int or not 0 <= pe < world.config.num_pes or size != nbytes:
+            pe, start, nbytes, role = (told[key] for key in ("pe", "start", "nbytes", "role"))
+        except (TypeError, KeyError):
             raise TransportError(
-                f"the peer's window must be one of {nbytes} bytes of a PE below "
-                f"{world.config.num_pes}, got {size!r} of PE {pe!r}"
+                "what came is no window of NVSHMEM's; do both ends use this transport?"
+            ) from None
+        if type(pe) is not int or not 0 <= pe < world.config.num_pes:
+            raise TransportError(
+                f"the peer's window must be of a PE below {world.config.num_pes}, got {pe!r}"
+            )
+        if type(nbytes) is not int or not 0 < nbytes <= world.far_bytes:
+            raise TransportError(
+                f"a window of PE {pe} has at most {world.far_bytes} bytes, got {nbytes!r}"
             )
         if start != world.name:
             raise TransportError(
-                f"PE {pe} belongs to another start of NVSHMEM ({start}, this is {world.name}): "
+                f"PE {pe} belongs to another start of NVSHMEM ({start!r}, this is {world.name}): "
                 f"the set of PEs is fixed, so all processes must be started together"
             )
         if role == world.config.role:
             raise TransportError(f"PE {pe} is a {role} too; open its world as what it is")
         return PeersWindow(world, pe, nbytes)
-    raise TransportError("what came is no window of NVSHMEM's; do both ends use this transport?")
 
 
 class _NvshmemWindow(Window):
@@ -106,6 +111,15 @@ class _NvshmemWindow(Window):
             "and use DeviceClient and DeviceServer"
         )
 
+    @property
+    @override
+    def fd(self) -> int:
+        raise TransportError("this window has no file descriptor: it is told in words")
+
+    @override
+    def close(self) -> None:
+        pass
+
 
 class OwnWindow(_NvshmemWindow):
     """A window that one peer writes into; ``meet`` says which."""
@@ -113,8 +127,6 @@ class OwnWindow(_NvshmemWindow):
     def __init__(self, world: NvshmemWorld, nbytes: int) -> None:
         super().__init__(world, nbytes)
         self._address = 0
-        self._fd: int | None = None
-        self._pid = os.getpid()
 
     @property
     @override
@@ -125,27 +137,6 @@ class OwnWindow(_NvshmemWindow):
                 "pair_up(own, peers) first"
             )
         return Memory(self._address, self.nbytes, self._world)
-
-    @property
-    @override
-    def fd(self) -> int:
-        if self._fd is None:
-            config = self._world.config
-            told = {
-                "pe": config.pe,
-                "start": self._world.name,
-                "nbytes": self.nbytes,
-                "role": config.role,
-            }
-            self._fd = os.memfd_create("torch-eaas-nvshmem", os.MFD_CLOEXEC)
-            os.write(self._fd, json.dumps(told).encode())
-        return self._fd
-
-    @override
-    def close(self) -> None:
-        if self._fd is not None and self._pid == os.getpid():
-            os.close(self._fd)
-            self._fd = None
 
     def meet(self, pe: int) -> None:
         """Lie where a PE writes; what earlier epochs left there is cleared."""
@@ -176,15 +167,6 @@ class PeersWindow(_NvshmemWindow):
     @override
     def memory(self) -> Memory:
         return Memory(self._address, self.nbytes, self._world)
-
-    @property
-    @override
-    def fd(self) -> int:
-        raise TransportError("a peer's window is not handed on")
-
-    @override
-    def close(self) -> None:
-        pass
 
 
 def pair_up(own: Window, peers: Window) -> Far | None:

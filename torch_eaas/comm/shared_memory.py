@@ -10,12 +10,12 @@ import platform
 
 from typing_extensions import override
 
-from torch_eaas.comm.unix_transport import UnixTransport
+from torch_eaas.comm.socket_transport import SocketTransport
 from torch_eaas.comm.window import Window, WindowMaker, adopt_window, create_window
 from torch_eaas.errors import ConfigError
 
 
-class SharedMemoryTransport(UnixTransport):
+class SharedMemoryTransport(SocketTransport):
     """Windows in anonymous shared memory, control calls over a unix socket.
 
     Raises:

@@ -1,7 +1,8 @@
 """The transport seam: control calls, windows, and how to wait for a word.
 
 An address names a transport and a control endpoint: ``loopback:name`` for threads of one process,
-``unix:/path`` or ``unix:@name`` for processes on one host.
+``unix:/path`` or ``unix:@name`` for processes on one host, ``tcp://HOST:PORT`` or
+``tls://HOST:PORT`` between hosts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from torch_eaas.access import OPEN, Access
 from torch_eaas.comm.window import Window
 
 Json = dict[str, Any]
@@ -77,14 +79,24 @@ class Transport(Protocol):
         """Return a new zeroed window that can be passed in a call."""
         ...
 
-    def listen(self, address: str, handler: Handler) -> Listener:
-        """Answer control calls at ``address`` (empty: one of the transport's choice)."""
+    def listen(self, address: str, handler: Handler, access: Access = OPEN) -> Listener:
+        """Answer control calls at ``address`` (empty: one of the transport's choice, local).
+
+        ``handler`` asks for the token; without one in ``access`` nobody beyond this machine is
+        answered. Its certificate is shown where the address is one of TCP.
+
+        Raises:
+            ConfigError: The address is none of this transport's, or cannot be listened at.
+        """
         ...
 
-    def dial(self, address: str, timeout: float, token: str = "") -> Link:
-        """Open a control connection; PeerGone if nobody listens there.
+    def dial(self, address: str, timeout: float, access: Access = OPEN) -> Link:
+        """Open a control connection within ``timeout`` seconds; the token goes with each call.
 
-        ``token`` goes with each call; see ``Access``.
+        Raises:
+            ConfigError: The address is none of this transport's.
+            AccessDenied: Somebody listens there who must not be told the token.
+            PeerGone: Nobody listens there.
         """
         ...
 

@@ -1,12 +1,16 @@
-"""Unix sockets: their addresses, and which users one talks to."""
+"""Unix sockets: their addresses, who listens and calls there, and which users one talks to."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
 
-from torch_eaas.errors import ConfigError
+from typing_extensions import override
+
+from torch_eaas.comm.door import Door
+from torch_eaas.errors import AccessDenied, ConfigError, PeerGone
 
 PREFIX = "unix:"
 
@@ -37,6 +41,62 @@ def bind(address: str) -> socket.socket:
             f"if no server runs there, remove the file or choose another address"
         ) from error
     return sock
+
+
+def connect_unix(address: str, timeout: float) -> socket.socket:
+    """Return a connection to the own user's process at an address.
+
+    Raises:
+        ConfigError: The address is none.
+        PeerGone: Nobody listens there.
+        AccessDenied: Another user does.
+    """
+    name = socket_name(address)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout)
+    try:
+        sock.connect(name)
+    except OSError as error:
+        sock.close()
+        raise PeerGone(f"nobody answers at {address}: {error}") from error
+    if not is_own_user(sock):
+        # anybody may take an abstract name that is free, and would be told the token
+        sock.close()
+        raise AccessDenied(f"{address} belongs to another user; only one's own is asked")
+    return sock
+
+
+class UnixDoor(Door):
+    """Takes connections of the own user (and root) at a unix socket.
+
+    Args:
+        address: Where it listens.
+
+    Raises:
+        ConfigError: That cannot be.
+    """
+
+    is_local = True
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.listening = bind(address)
+
+    @override
+    def take(self, connection: socket.socket) -> socket.socket:
+        return connection
+
+    @override
+    def greet(self, connection: socket.socket) -> None:
+        if not is_own_user(connection):
+            raise PeerGone("it belongs to another user")
+
+    @override
+    def close(self) -> None:
+        self.listening.close()
+        if self.address.startswith(f"{PREFIX}/"):
+            with contextlib.suppress(OSError):
+                os.unlink(socket_name(self.address))
 
 
 def is_own_user(connection: socket.socket) -> bool:

@@ -8,7 +8,7 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from typing_extensions import override
 
@@ -66,12 +66,23 @@ class WindowMaker(Protocol):
     name: str
     """The transport's name: two ends must mean the same by a window."""
 
+    in_words: bool = False
+    """Whether a frame alone tells of a window; else a descriptor goes beside it, in one host."""
+
     def create(self, nbytes: int) -> Window:
-        """Return a new zeroed window whose descriptor can be handed on."""
+        """Return a new zeroed window that can be handed on."""
         ...
 
-    def adopt(self, fd: int, nbytes: int) -> Window:
-        """Return the window behind a descriptor, which is closed with it, and on any fault."""
+    def tell(self, window: Window) -> Any:
+        """Return what a frame says of a window, as JSON."""
+        return window.nbytes
+
+    def adopt(self, fd: int, told: Any) -> Window:
+        """Return the window that a peer's frame told of.
+
+        ``fd`` is its descriptor (-1 where it comes in words), which is closed with it, and on any
+        fault.
+        """
         ...
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import logging
 import signal
 import socket
 from collections.abc import Callable, Generator
@@ -15,11 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
+from torch_eaas.access import check_reach
 from torch_eaas.config import MonitorConfig
 from torch_eaas.errors import ConfigError, TransportError
 from torch_eaas.monitor.tls import check_certificate
-
-logger = logging.getLogger(__name__)
 
 
 def open_socket(config: MonitorConfig) -> socket.socket:
@@ -34,7 +32,7 @@ def open_socket(config: MonitorConfig) -> socket.socket:
         (family, _, _, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        _check_reach(config, str(address[0]))
+        check_reach(config.access, str(address[0]), who="the monitor", told=host, option="--host")
         # asyncio sets TCP_NODELAY only where the socket says that it is TCP; without it each
         # answer waits 40 ms for a delayed acknowledgement
         sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -48,24 +46,6 @@ def open_socket(config: MonitorConfig) -> socket.socket:
         return sock
     except OSError as error:
         raise ConfigError(f"the monitor cannot listen on {host}:{port}: {error}") from error
-
-
-def _check_reach(config: MonitorConfig, address: str) -> None:
-    """Raise ConfigError if other machines could ask without a token."""
-    if ipaddress.ip_address(address).is_loopback:
-        return
-    if not config.access.token:
-        raise ConfigError(
-            f"the monitor would listen on {config.host} (--host), which other machines reach, "
-            f"without a token: give one by --token-file or TORCH_EAAS_TOKEN, in Python by "
-            f"access=Access(token=...), or bind 127.0.0.1"
-        )
-    if config.access.tls_certificate is None:
-        logger.warning(
-            "the monitor listens on %s without TLS: who can read this network can read the token; "
-            "give --tls-certificate and --tls-key",
-            config.host,
-        )
 
 
 def url_of(sock: socket.socket, config: MonitorConfig) -> str:

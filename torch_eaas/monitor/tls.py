@@ -1,4 +1,4 @@
-"""HTTPS between members and monitor: certificates are loaded here, and their faults named."""
+"""HTTPS between members and monitor, in the terms of those who serve and call it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,13 @@ import ssl
 import httpx
 
 from torch_eaas.access import Access
+from torch_eaas.comm.tls import client_context, server_context
 from torch_eaas.errors import ConfigError
 
 
 def check_certificate(access: Access) -> None:
     """Raise ConfigError unless the monitor's certificate and key, if any, can be used."""
-    if access.tls_certificate is None or access.tls_key is None:
-        return
-    try:
-        # without a password, else OpenSSL would ask the terminal for that of an encrypted key
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(access.tls_certificate, access.tls_key, lambda: "")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the monitor cannot use certificate {access.tls_certificate} with key "
-            f"{access.tls_key}: {error}; both are PEM files, the key is not encrypted"
-        ) from error
+    server_context(access, "the monitor")
 
 
 def verifier(url: httpx.URL, access: Access) -> ssl.SSLContext | bool:
@@ -41,10 +32,4 @@ def verifier(url: httpx.URL, access: Access) -> ssl.SSLContext | bool:
         return False
     if access.tls_authority is None:
         return True
-    try:
-        return ssl.create_default_context(cafile=access.tls_authority)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read certificates of {access.tls_authority}: {error}; tls_authority is a PEM "
-            f"file that verifies the monitor's certificate"
-        ) from error
+    return client_context(access.tls_authority, "the monitor's")
