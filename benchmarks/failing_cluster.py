@@ -33,7 +33,10 @@ class Hit:
     """The server, client or monitor, as a phase counts them."""
 
     at: float
-    """When; monotonic, the same for all processes."""
+    """Since when it may have; monotonic, the same for all processes."""
+
+    until: float
+    """Until when."""
 
     in_hand: bool
     """Whether the victim was a server whose experts ran at that moment."""
@@ -148,8 +151,9 @@ class FailingCluster:
             self._await_request(process)
         at = time.monotonic()
         self._process(process).close()
+        until = time.monotonic()
         # who was killed while its experts ran has left its mark
-        hit = Hit(process=process, at=at, in_hand=self._is_in_hand(process))
+        hit = Hit(process=process, at=at, until=until, in_hand=self._is_in_hand(process))
         client = process - self.num_servers
         if client < 0:
             self._servers[process] = self._start_server(process, NICE)
@@ -173,7 +177,7 @@ class FailingCluster:
         time.sleep(seconds)
         until = time.monotonic()
         victim.resume()
-        return Hit(process=process, at=at, in_hand=in_hand, stood_still=(since, until))
+        return Hit(process=process, at=at, until=since, in_hand=in_hand, stood_still=(since, until))
 
     def _process(self, number: int) -> Offspring:
         """Return a process by its place in a phase."""

@@ -19,7 +19,7 @@ def marks_of(*forwards: list[tuple[float, float]]) -> Marks:
 
 
 def hit(process: int, at: float, stood_still: tuple[float, float] | None = None) -> Hit:
-    return Hit(process=process, at=at, in_hand=False, stood_still=stood_still)
+    return Hit(process=process, at=at, until=at, in_hand=False, stood_still=stood_still)
 
 
 def test_what_a_client_stood_still_is_not_its_forwards_time() -> None:

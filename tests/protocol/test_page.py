@@ -81,7 +81,8 @@ def test_the_pages_limits_are_the_codes() -> None:
     ]
     assert PAGE.startswith(f"# The buffer protocol, version {layout.PROTOCOL_VERSION}\n")
     assert f"a multiple of {layout.ALIGN} bytes" in TEXT
-    assert f"at most {MAX_FRAME_BYTES >> 20} MiB; at most {MAX_FDS} file descriptors" in TEXT
+    assert f"a JSON object of at most {MAX_FRAME_BYTES >> 20} MiB; over a unix socket" in TEXT
+    assert f"over a unix socket at most {MAX_FDS} file descriptors" in TEXT
     assert f"waits {FIRST_BACKOFF_S * 1000:g} ms, then twice as long" in TEXT
     assert f"up to {MAX_BACKOFF_S:g} s" in TEXT
 
